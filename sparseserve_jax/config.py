@@ -1,0 +1,130 @@
+"""What a user may set: `EngineConfig`. Frozen, validated, printed at start. No JAX here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+BLOCK_SIZES = (16, 32, 64)
+SELECTION_METHODS = ("cuboid-mean", "quest", "mean")
+
+DType = Literal["bfloat16", "float32"]
+SelectionMethod = Literal["cuboid-mean", "quest", "mean"]
+SelectionGranularity = Literal["kv_head", "query_head"]
+KVTiers = Literal["unified", "tiered"]
+PrefillMode = Literal["layer", "chunked"]
+BatchControl = Literal["working-set", "none"]
+Implementation = Literal["auto", "reference"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine. `sparseserve info` prints what is in force.
+
+    Attributes:
+        dtype: dtype of weights, activations and KV; accumulation is float32 in both.
+        block_size: tokens of one KV block (one layer, one KV head, K and V together).
+        sparse_budget_tokens: tokens a decode step may attend to per layer and head; None = dense.
+            A multiple of `block_size`. A context no longer than this is attended to densely.
+        selection: block digest and score (paper section 2; ArkVale cuboid-mean, Quest, mean).
+        selection_granularity: one selection per KV head (all its query heads share it) or one per query head.
+        num_dense_layers: the first layers that attend to everything also when a budget is set.
+        num_sink_blocks: oldest blocks that are always selected, inside the budget (at least 0).
+        num_newest_blocks: newest blocks that are always selected, inside the budget (at least 1).
+        kv_tiers: "unified" = one pool; "tiered" = a device pool as a cache of the pinned host pool.
+        device_kv_bytes: bound on KV bytes on the device (pools, digests, prefill staging); None = by memory.
+        host_kv_bytes: bound on KV bytes in host memory (tiered only); None = by memory.
+        max_num_seqs: sequences in flight (prefilling, decoding, parked).
+        max_model_len: prompt + generated tokens of one request; None = the model's own limit.
+        prefill: "layer" = layer-segmented (paper section 3.3); "chunked" = token chunks through all layers.
+        max_inject_tokens: prompt tokens x layers that may run beside one decode step; None = 2048 x layers.
+        max_num_batched_tokens: the longest prefill call in tokens (and the chunk of "chunked" prefill).
+        working_set_window: decode steps w whose selections make up the working set (paper: 12).
+        working_set_margin: share of slots granted beyond the measured working set.
+        max_grant_factor: a grant never exceeds this many times the selection (SPIN: hits saturate at 4-5).
+        batch_control: "working-set" = Algorithm 1; "none" = admit first come, first served (the ablation).
+        deterministic: one decode batch shape and unpacked prefill, so that tokens do not depend on batch mates
+            to the last bit.
+        implementation: kernel implementation; "auto" picks by platform and says which.
+        record_selection: keep every decode step's selected block ids on the outputs (tests and studies).
+        seed: base seed for requests that bring none.
+        compilation_cache_dir: where compiled programs persist; None = the per-user cache, "" = off.
+    """
+
+    dtype: DType = "bfloat16"
+    block_size: int = 32
+    sparse_budget_tokens: int | None = 2048
+    selection: SelectionMethod = "cuboid-mean"
+    selection_granularity: SelectionGranularity = "kv_head"
+    num_dense_layers: int = 2
+    num_sink_blocks: int = 1
+    num_newest_blocks: int = 2
+    kv_tiers: KVTiers = "unified"
+    device_kv_bytes: int | None = None
+    host_kv_bytes: int | None = None
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    prefill: PrefillMode = "layer"
+    max_inject_tokens: int | None = None
+    max_num_batched_tokens: int = 2048
+    working_set_window: int = 12
+    working_set_margin: float = 0.1
+    max_grant_factor: int = 4
+    batch_control: BatchControl = "working-set"
+    deterministic: bool = False
+    implementation: Implementation = "auto"
+    record_selection: bool = False
+    seed: int = 0
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        _one_of("block_size", self.block_size, BLOCK_SIZES)
+        _one_of("selection", self.selection, SELECTION_METHODS)
+        _one_of("selection_granularity", self.selection_granularity, ("kv_head", "query_head"))
+        _one_of("kv_tiers", self.kv_tiers, ("unified", "tiered"))
+        _one_of("prefill", self.prefill, ("layer", "chunked"))
+        _one_of("batch_control", self.batch_control, ("working-set", "none"))
+        _one_of("implementation", self.implementation, ("auto", "reference"))
+        _at_least("num_dense_layers", self.num_dense_layers, 0)
+        _at_least("num_sink_blocks", self.num_sink_blocks, 0)
+        _at_least("num_newest_blocks", self.num_newest_blocks, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("working_set_window", self.working_set_window, 1)
+        _at_least("max_grant_factor", self.max_grant_factor, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 128)
+        if not 0.0 <= self.working_set_margin <= 4.0:
+            raise ValueError(f"working_set_margin={self.working_set_margin} must lie in [0, 4]")
+        if self.max_num_batched_tokens & (self.max_num_batched_tokens - 1):
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be a power of two (prefill calls come in "
+                "power-of-two shapes)"
+            )
+        for name in ("device_kv_bytes", "host_kv_bytes", "max_model_len", "max_inject_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        if self.kv_tiers == "unified" and self.host_kv_bytes is not None:
+            raise ValueError("host_kv_bytes needs kv_tiers='tiered'; the unified mode has one pool (device_kv_bytes)")
+        if self.sparse_budget_tokens is not None:
+            smallest = (self.num_sink_blocks + self.num_newest_blocks + 1) * self.block_size
+            if self.sparse_budget_tokens % self.block_size or self.sparse_budget_tokens < smallest:
+                raise ValueError(
+                    f"sparse_budget_tokens={self.sparse_budget_tokens} must be a multiple of block_size={self.block_size} "
+                    f"and at least {smallest} (sink, newest and one chosen block); use None for dense attention"
+                )
+
+    @property
+    def sparse_budget_blocks(self) -> int | None:
+        """The budget in blocks (2048 tokens = 64 blocks of 32), or None when dense."""
+        return None if self.sparse_budget_tokens is None else self.sparse_budget_tokens // self.block_size
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
+
+
+def _at_least(name: str, value: int, bound: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {bound}")

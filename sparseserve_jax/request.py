@@ -1,0 +1,196 @@
+"""What goes in and what comes out: `SamplingParams`, `Request`, `RequestOutput`, `RequestMetrics`. No JAX here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+ChatMessage = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+MAX_LOGPROBS = 20
+MAX_N = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names, defaults and ranges follow vLLM's `SamplingParams`.
+
+    Attributes:
+        n: continuations of the prompt.
+        temperature: 0 = greedy.
+        top_p: smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: tokens kept; 0 = all.
+        min_p: tokens kept have at least this share of the best token's probability, in [0, 1].
+        repetition_penalty: > 1 makes tokens of prompt and output rarer (CTRL, arXiv 1909.05858); > 0.
+        presence_penalty / frequency_penalty: OpenAI's, over output tokens, in [-2, 2].
+        seed: None = the engine's seed folded with the request's number.
+        stop: strings that end the text.
+        stop_token_ids: tokens that end it, besides the model's own EOS ids.
+        include_stop_str_in_output: keep the stop string in the text.
+        max_tokens: at most this many tokens; None = up to max_model_len.
+        min_tokens: EOS and stop tokens are not sampled before this many.
+        ignore_eos: EOS does not end it (the tokens are kept like any other).
+        logprobs: None = none; k = the chosen token's and the k best.
+        logit_bias: token id -> number added to its logit, in [-100, 100].
+        skip_special_tokens: special tokens leave no text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _integer("n", self.n, 1, MAX_N)
+        _integer("top_k", self.top_k, 0, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop contains {text!r}; every stop string must be non-empty text")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias token", token, 0, None)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: text, token ids, or chat messages (`{"role": ..., "content": ...}`).
+        sampling: None = the defaults of `serve` or `SamplingParams()`.
+        request_id: None = numbered by the engine; unique among live requests.
+        priority: lower is served first; equal priorities first come, first served.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams | None = None
+    request_id: str | None = None
+    priority: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """The natural-log probability of one candidate token, after penalties and bias, before temperature and cuts."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class RequestMetrics:
+    """What a request cost. Block counts are (layer, KV head, block) pieces of the sparse layers, over all its steps.
+
+    Attributes:
+        queue_s: arrival to first prefill work.
+        ttft_s: arrival to first token.
+        tbt_s: time between tokens, one per token after the first.
+        blocks_selected / blocks_hit / blocks_loaded: pieces attended to, found on the device, fetched from the host.
+            In unified mode every piece is a hit.
+        working_set_blocks: pieces in the window of the last decode step.
+        working_set_slots: the same as slots (largest over layers and heads).
+        bytes_loaded / bytes_saved: bytes moved host to device and device to host.
+        num_parks: times the request lost its device room and came back.
+        selected_block_ids: with `record_selection`: per decode step an int array
+            `[num_sparse_layers, num_kv_heads, selection_blocks]` of logical block ids, -1 = unused.
+    """
+
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    tbt_s: list[float] = dataclasses.field(default_factory=list)
+    blocks_selected: int = 0
+    blocks_hit: int = 0
+    blocks_loaded: int = 0
+    working_set_blocks: int = 0
+    working_set_slots: int = 0
+    bytes_loaded: int = 0
+    bytes_saved: int = 0
+    num_parks: int = 0
+    selected_block_ids: list[object] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(kw_only=True)
+class RequestOutput:
+    """A continuation, whole or so far (`finish_reason` is None while it grows).
+
+    With `n` > 1 a prompt gives n outputs with `index` 0..n-1, next to each other.
+
+    Attributes:
+        text: all text so far; never part of a stop string, never half a character.
+        delta: with `stream=True` the text added since the last output of this request.
+        logprobs: per token the candidates, the chosen token first; None unless asked for.
+        error: why, when `finish_reason` is "error".
+    """
+
+    request_id: str
+    index: int = 0
+    prompt: str | None = None
+    prompt_token_ids: list[int]
+    text: str = ""
+    delta: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
+    metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+    error: str | None = None
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    left = "(" if low_open else "["
+    right = ")" if high == math.inf else "]"
+    bounds = f"{left}{low:g}, {high:g}{right}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number in {bounds}")
+    if value < low or value > high or (low_open and value == low):
+        raise ValueError(f"{name}={value!r} must lie in {bounds}")
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name}={value!r} must be an integer, {bounds}")
