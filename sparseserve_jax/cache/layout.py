@@ -70,3 +70,164 @@ class KVLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+
+def plan_layout(
+    config: EngineConfig,
+    shape: KVShape,
+    *,
+    model_max_len: int,
+    available_device_bytes: int,
+    available_host_bytes: int,
+) -> KVLayout:
+    """Turns budgets into block counts.
+
+    Args:
+        model_max_len: the longest sequence the model supports, tokens.
+        available_device_bytes / available_host_bytes: bytes that may be used where the config names no budget.
+
+    Raises:
+        ValueError: a budget is too small for one sequence or one working set, or max_model_len is over the model's
+            limit; the message names the value, the bound and what to change.
+    """
+    max_model_len = model_max_len if config.max_model_len is None else config.max_model_len
+    if max_model_len > model_max_len:
+        raise ValueError(
+            f"max_model_len={max_model_len} exceeds the model's limit of {model_max_len} positions; lower max_model_len"
+        )
+    if config.kv_tiers == "unified":
+        return _plan_unified(config, shape, max_model_len, available_device_bytes)
+    return _plan_tiered(config, shape, max_model_len, available_device_bytes, available_host_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Byte sizes and counts that both modes share."""
+
+    piece_bytes: int
+    layer_block_bytes: int
+    layer_digest_bytes: int
+    num_dense_layers: int
+    num_sparse_layers: int
+    selection_blocks: int
+    max_blocks: int
+
+
+def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
+    itemsize = DTYPE_BYTES[config.dtype]
+    piece_bytes = 2 * config.block_size * shape.head_dim * itemsize
+    max_blocks = -(-max_model_len // config.block_size)
+    budget = config.sparse_budget_blocks
+    dense = shape.num_layers if budget is None else min(config.num_dense_layers, shape.num_layers)
+    group = shape.num_q_heads // shape.num_kv_heads if config.selection_granularity == "query_head" else 1
+    return _Sizes(
+        piece_bytes=piece_bytes,
+        layer_block_bytes=shape.num_kv_heads * piece_bytes,
+        layer_digest_bytes=shape.num_kv_heads * 2 * shape.head_dim * itemsize,
+        num_dense_layers=dense,
+        num_sparse_layers=shape.num_layers - dense,
+        selection_blocks=0 if budget is None else min(budget * group, max_blocks),
+        max_blocks=max_blocks,
+    )
+
+
+def _plan_unified(config: EngineConfig, shape: KVShape, max_model_len: int, available: int) -> KVLayout:
+    sizes = _sizes(config, shape, max_model_len)
+    per_block = shape.num_layers * sizes.layer_block_bytes + sizes.num_sparse_layers * sizes.layer_digest_bytes
+    budget = available if config.device_kv_bytes is None else config.device_kv_bytes
+    num_blocks = min(budget // per_block - 1, config.max_num_seqs * sizes.max_blocks)
+    if num_blocks < sizes.max_blocks:
+        if config.max_model_len is not None or num_blocks < 1:
+            raise ValueError(
+                f"device_kv_bytes={budget} holds {max(0, num_blocks)} KV blocks of {config.block_size} tokens, but one sequence of "
+                f"max_model_len={max_model_len} needs {sizes.max_blocks}; raise device_kv_bytes to at least "
+                f"{(sizes.max_blocks + 1) * per_block} or lower max_model_len"
+            )
+        max_model_len = num_blocks * config.block_size
+        sizes = _sizes(config, shape, max_model_len)
+    return _layout(
+        config, shape, sizes, max_model_len,
+        num_blocks=num_blocks, num_slots=0, num_dense_blocks=0, num_staging_blocks=0,
+        device_bytes=(num_blocks + 1) * per_block, host_bytes=0,
+    )  # fmt: skip
+
+
+def _plan_tiered(
+    config: EngineConfig, shape: KVShape, max_model_len: int, available_device: int, available_host: int
+) -> KVLayout:
+    sizes = _sizes(config, shape, max_model_len)
+    host_block_bytes = shape.num_layers * sizes.layer_block_bytes
+    host_budget = available_host if config.host_kv_bytes is None else config.host_kv_bytes
+    num_blocks = min(host_budget // host_block_bytes - 1, config.max_num_seqs * sizes.max_blocks)
+    if num_blocks < 1 or (config.max_model_len is not None and num_blocks < sizes.max_blocks):
+        raise ValueError(
+            f"host_kv_bytes={host_budget} holds {max(0, num_blocks)} KV blocks of {config.block_size} tokens, but one sequence of "
+            f"max_model_len={max_model_len} needs {sizes.max_blocks}; raise host_kv_bytes to at least "
+            f"{(sizes.max_blocks + 1) * host_block_bytes} or lower max_model_len"
+        )
+    if num_blocks < sizes.max_blocks:
+        max_model_len = num_blocks * config.block_size
+        sizes = _sizes(config, shape, max_model_len)
+
+    num_staging = max(sizes.max_blocks, config.max_num_batched_tokens // config.block_size)
+    fixed = (
+        (num_staging + 1) * sizes.layer_block_bytes
+        + sizes.num_sparse_layers * (num_blocks + 1) * sizes.layer_digest_bytes
+        + shape.num_layers * sizes.layer_block_bytes  # null blocks
+    )
+    max_grant = min(config.max_grant_factor * sizes.selection_blocks, sizes.max_blocks)
+    smallest = sizes.num_sparse_layers * sizes.selection_blocks + sizes.num_dense_layers * sizes.max_blocks
+    budget = available_device if config.device_kv_bytes is None else config.device_kv_bytes
+    room = (budget - fixed) // sizes.layer_block_bytes  # (layer, block) units left for slots and dense blocks
+    if room < smallest:
+        raise ValueError(
+            f"device_kv_bytes={budget} is smaller than one working set: one sequence of max_model_len={max_model_len} needs "
+            f"{fixed + smallest * sizes.layer_block_bytes} bytes ({sizes.selection_blocks} slots x {sizes.num_sparse_layers} "
+            f"sparse layers, {sizes.max_blocks} blocks x {sizes.num_dense_layers} dense layers, {fixed} bytes of digests "
+            "and prefill staging); raise device_kv_bytes, or lower max_model_len, sparse_budget_tokens or num_dense_layers"
+        )
+    num_slots, num_dense_blocks = _split_room(config, sizes, room, max_grant)
+    used = sizes.num_sparse_layers * num_slots + sizes.num_dense_layers * num_dense_blocks
+    return _layout(
+        config, shape, sizes, max_model_len,
+        num_blocks=num_blocks, num_slots=num_slots, num_dense_blocks=num_dense_blocks, num_staging_blocks=num_staging,
+        device_bytes=fixed + used * sizes.layer_block_bytes, host_bytes=(num_blocks + 1) * host_block_bytes,
+    )  # fmt: skip
+
+
+def _split_room(config: EngineConfig, sizes: _Sizes, room: int, max_grant: int) -> tuple[int, int]:
+    """Slots and dense blocks in the proportion in which one sequence of full length uses them."""
+    per_seq = sizes.num_sparse_layers * max_grant + sizes.num_dense_layers * sizes.max_blocks
+    num_seqs = min(room / per_seq, float(config.max_num_seqs)) if per_seq else 0.0
+    num_dense = max(sizes.max_blocks, int(num_seqs * sizes.max_blocks)) if sizes.num_dense_layers else 0
+    if not sizes.num_sparse_layers:
+        return 0, num_dense
+    slots = (room - sizes.num_dense_layers * num_dense) // sizes.num_sparse_layers
+    return min(slots, config.max_num_seqs * max_grant), num_dense
+
+
+def _layout(
+    config: EngineConfig, shape: KVShape, sizes: _Sizes, max_model_len: int, *, num_blocks: int, num_slots: int,
+    num_dense_blocks: int, num_staging_blocks: int, device_bytes: int, host_bytes: int,
+) -> KVLayout:  # fmt: skip
+    return KVLayout(
+        block_size=config.block_size,
+        num_layers=shape.num_layers,
+        num_dense_layers=sizes.num_dense_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        piece_bytes=sizes.piece_bytes,
+        tiered=config.kv_tiers == "tiered",
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        selection_blocks=sizes.selection_blocks,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        num_dense_blocks=num_dense_blocks,
+        num_staging_blocks=num_staging_blocks,
+        max_blocks_per_seq=sizes.max_blocks,
+        min_grant_slots=sizes.selection_blocks,
+        max_grant_slots=min(config.max_grant_factor * sizes.selection_blocks, sizes.max_blocks),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+    )

@@ -1,0 +1,53 @@
+"""Memory kinds: what the device offers, host pools in pinned memory, and moving small inputs to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array
+
+PINNED_HOST = "pinned_host"
+
+
+def host_sharding(device: jax.Device) -> SingleDeviceSharding:
+    """The sharding of arrays in `device`'s pinned host memory.
+
+    Raises:
+        RuntimeError: the backend has no pinned host memory; names what it has.
+    """
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if PINNED_HOST not in kinds:
+        raise RuntimeError(
+            f"kv_tiers='tiered' needs the memory kind {PINNED_HOST!r}, but {device.platform} offers {kinds}; "
+            "use kv_tiers='unified' or a backend with pinned host memory (cpu, cuda)"
+        )
+    return SingleDeviceSharding(device, memory_kind=PINNED_HOST)
+
+
+def allocate_host_pools(num_layers: int, shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> tuple[Array, ...]:
+    """One zeroed pool a layer in pinned host memory: allocated once, at start, and only ever updated in place."""
+    make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=host_sharding(device))
+    return tuple(make() for _ in range(num_layers))
+
+
+def to_device(arrays: Sequence[np.ndarray]) -> tuple[Array, ...]:
+    """Copies small host inputs to the device in one call.
+
+    The arrays must be fresh: on the CPU backend the device array may alias them, so later writes would show through.
+    """
+    return tuple(jax.device_put(list(arrays)))
+
+
+def physical_memory_bytes(device: jax.Device) -> tuple[int, int]:
+    """(device, host) bytes that are free now. On the CPU both are the same memory."""
+    import psutil
+
+    host = psutil.virtual_memory().available
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)), host
+    return host, host

@@ -1,0 +1,239 @@
+"""The decode step: all layers in one program, no host round trip (paper section 3.1 and 3.2).
+
+A sparse layer: score digests -> select blocks -> find them in the device slots -> FlashH2D the misses into the least
+recently selected slots -> append the new token -> attend. A dense layer: append -> attend to everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from host_offload.flash_h2d import flash_h2d
+from pallas_kernels import reference
+from pallas_kernels.reference import gather_halves
+from pallas_kernels.storage import to_storage
+from sparseserve_jax.models.kv_state import KVState, StepSpec
+from sparseserve_jax.models.llama import DecoderLayer, embed, unembed
+from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeInputs:
+    """One row a sequence; padding rows have position -1, the tables' last row and null blocks.
+
+    Attributes:
+        token_ids: the newest token, whose K and V are not in the cache yet.
+        positions: its position.
+        rows: row in the per-sequence tables.
+        block_tables: block ids of the tier that holds the whole sequence.
+        slot_tables / num_slots: the grant's device slots (tiered; else zero-width).
+        dense_tables: blocks in the dense layers' device pools (tiered; else zero-width).
+    """
+
+    token_ids: Int[Array, "num_seqs"]
+    positions: Int[Array, "num_seqs"]
+    rows: Int[Array, "num_seqs"]
+    block_tables: Int[Array, "num_seqs max_blocks"]
+    slot_tables: Int[Array, "num_seqs max_slots"]
+    num_slots: Int[Array, "num_seqs"]
+    dense_tables: Int[Array, "num_seqs max_blocks"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOutputs:
+    """`stats` columns: pieces selected, hit, loaded, in the working set, and the working set in slots."""
+
+    logits: Float[Array, "num_seqs vocab"]
+    stats: Int[Array, "num_seqs 5"]
+    selected: Int[Array, "num_sparse_layers num_seqs num_kv_heads num_selected"] | None
+
+
+@dataclasses.dataclass
+class _Layer:
+    """The KV arrays of one layer while the step is traced."""
+
+    pool: Array
+    digests: Array | None = None
+    resident: Array | None = None
+    last_selected: Array | None = None
+
+
+@functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("state",))
+def decode_step(
+    params: Any, state: KVState, host_pools: tuple[Array, ...], inputs: DecodeInputs, *, spec: StepSpec
+) -> tuple[KVState, DecodeOutputs]:
+    """One token for every sequence.
+
+    Args:
+        host_pools: per layer, pinned host memory (tiered); empty when unified. Read, never written.
+    """
+    config, layout = spec.model, spec.layout
+    hidden = embed(params, inputs.token_ids)
+    cos, sin = rope_cos_sin(jnp.maximum(inputs.positions, 0), *rope_frequencies(config))
+    module = DecoderLayer(config, jnp.dtype(spec.dtype))
+    layers = _split(state, layout.num_dense_layers)
+    stats = jnp.zeros((hidden.shape[0], 5), jnp.int32)
+    recorded = []
+    for index, layer in enumerate(layers):
+        host_pool = host_pools[index] if layout.tiered else None
+        if layer.digests is None:
+            attend = functools.partial(_attend_dense, spec, inputs, layer)
+        else:
+            attend = functools.partial(_attend_sparse, spec, inputs, layer, host_pool)
+        hidden, extra = module.apply({"params": params["layers"][index]}, hidden, cos, sin, attend)
+        if extra is not None:
+            layer_stats, selected = extra
+            sums = stats[:, :4] + layer_stats[:, :4]
+            stats = jnp.concatenate([sums, jnp.maximum(stats[:, 4:], layer_stats[:, 4:])], axis=1)
+            recorded.append(selected)
+    logits = unembed(config, params, hidden)
+    selected = jnp.stack(recorded) if spec.record_selection and recorded else None
+    return _join(layers), DecodeOutputs(logits=logits, stats=stats, selected=selected)
+
+
+def _attend_dense(
+    spec: StepSpec, inputs: DecodeInputs, layer: _Layer, q: Array, k: Array, v: Array
+) -> tuple[Array, None]:
+    """Append, then attend to every block."""
+    tables = inputs.dense_tables if spec.layout.tiered else inputs.block_tables
+    newest, offsets = _newest(inputs, spec.layout.block_size)
+    blocks = jnp.take_along_axis(tables, newest[:, None], axis=1)
+    layer.pool = spec.kernels.append_tokens(layer.pool, k, v, jnp.broadcast_to(blocks, k.shape[:2]), offsets)
+    logical = jnp.arange(tables.shape[1])[None, None, :]
+    counts = _valid_tokens(jnp.broadcast_to(logical, (tables.shape[0], k.shape[1], tables.shape[1])), inputs, spec)
+    ids = jnp.broadcast_to(tables[:, None, :], counts.shape)
+    return spec.kernels.decode_attention(q, layer.pool, ids, counts, None, scale=spec.scale), None
+
+
+def _attend_sparse(
+    spec: StepSpec, inputs: DecodeInputs, layer: _Layer, host_pool: Array | None, q: Array, k: Array, v: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """Select, fetch, append, attend; keeps the digests, residency and selection history up to date."""
+    kernels, block_size = spec.kernels, spec.layout.block_size
+    assert layer.digests is not None and layer.last_selected is not None
+    newest, offsets = _newest(inputs, block_size)
+    selected, query_mask = _select(spec, inputs, layer.digests, q)
+    block_ids = jnp.take_along_axis(inputs.block_tables[:, None, :], jnp.maximum(selected, 0), axis=2)
+    history, layer.last_selected = _note_selection(layer.last_selected, inputs, selected)
+    if host_pool is None:
+        locations, missing = block_ids, jnp.zeros(selected.shape, bool)
+    else:
+        locations, missing = _make_resident(spec, inputs, layer, host_pool, selected, history, block_ids, newest, offsets)
+    is_newest = selected == newest[:, None, None]
+    write_to = jnp.where(is_newest, locations, 0).sum(-1)  # one match a head
+    layer.pool = kernels.append_tokens(layer.pool, k, v, write_to, offsets)
+    layer.digests = _renew_digest(spec, inputs, layer, write_to, newest, offsets)
+    counts = jnp.where(selected >= 0, _valid_tokens(selected, inputs, spec), 0)
+    out = kernels.decode_attention(q, layer.pool, locations, counts, query_mask, scale=spec.scale)
+    return out, (_stats(spec, inputs, selected, missing, layer.last_selected), selected)
+
+
+def _select(spec: StepSpec, inputs: DecodeInputs, digests: Array, q: Array) -> tuple[Array, Array | None]:
+    """Logical block ids `[num_seqs, num_kv_heads, n]`, ascending, -1 = unused; and a mask by query head, or None."""
+    num_blocks = -(-(inputs.positions + 1) // spec.layout.block_size)
+    max_blocks = inputs.block_tables.shape[1]
+    num_kv_heads = spec.layout.num_kv_heads
+    if max_blocks <= spec.budget_blocks:  # everything fits: nothing to score
+        ids = jnp.arange(max_blocks)[None, None, :]
+        everything = jnp.where(ids < num_blocks[:, None, None], ids, -1)
+        return jnp.broadcast_to(everything, (q.shape[0], num_kv_heads, max_blocks)), None
+    scores = spec.kernels.score_blocks(
+        q, digests, inputs.block_tables, num_blocks, scale=spec.scale, per_query_head=spec.per_query_head
+    )
+    selected = spec.kernels.select_blocks(
+        scores, num_blocks,
+        num_selected=spec.budget_blocks, num_sink_blocks=spec.num_sink_blocks, num_newest_blocks=spec.num_newest_blocks,
+    )  # fmt: skip
+    if not spec.per_query_head:
+        return selected, None
+    return reference.union_over_group(
+        selected, num_kv_heads=num_kv_heads, max_blocks=max_blocks, num_union=spec.layout.selection_blocks
+    )
+
+
+def _note_selection(last_selected: Array, inputs: DecodeInputs, selected: Array) -> tuple[Array, Array]:
+    """Stamps the selected blocks with this step; returns the history before it (for LRU) and the whole table after."""
+    before = last_selected[inputs.rows]
+    num_seqs, num_kv_heads, max_blocks = before.shape
+    lanes = (jnp.arange(num_seqs)[:, None, None], jnp.arange(num_kv_heads)[None, :, None])
+    stamp = jnp.broadcast_to(inputs.positions[:, None, None], selected.shape)
+    after = before.at[(*lanes, jnp.where(selected >= 0, selected, max_blocks))].set(stamp, mode="drop")
+    return before, last_selected.at[inputs.rows].set(after)
+
+
+def _make_resident(
+    spec: StepSpec, inputs: DecodeInputs, layer: _Layer, host_pool: Array, selected: Array, history: Array,
+    block_ids: Array, newest: Array, offsets: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Slots of the selected blocks, after fetching those that were not on the device; and which were fetched."""
+    assert layer.resident is not None
+    slot_index, missed, resident = spec.kernels.match_slots(
+        selected, layer.resident[inputs.rows], history, inputs.num_slots
+    )
+    layer.resident = layer.resident.at[inputs.rows].set(resident)
+    slots = jnp.take_along_axis(inputs.slot_tables[:, None, :], slot_index, axis=2)
+    slots = jnp.where(selected >= 0, slots, 0)
+    begins = (selected == newest[:, None, None]) & (offsets == 0)[:, None, None]  # a new block: nothing to fetch yet
+    missing = missed & ~begins
+    layer.pool = flash_h2d(layer.pool, host_pool, slots, block_ids, missing)
+    return slots, missing
+
+
+def _renew_digest(
+    spec: StepSpec, inputs: DecodeInputs, layer: _Layer, write_to: Array, newest: Array, offsets: Array
+) -> Array:
+    """The newest block's digest, exact also while it is partial."""
+    assert layer.digests is not None
+    keys = gather_halves(layer.pool, write_to[:, :, None], 0)[:, :, 0]  # [num_seqs, heads, block_size, head_dim]
+    count = jnp.where(inputs.positions >= 0, offsets + 1, 0)
+    summary = spec.kernels.block_digests(keys, count, method=spec.selection)
+    ids = jnp.take_along_axis(inputs.block_tables, newest[:, None], axis=1)[:, 0]
+    return layer.digests.at[ids].set(to_storage(summary, layer.digests.dtype), mode="drop")
+
+
+def _stats(spec: StepSpec, inputs: DecodeInputs, selected: Array, missing: Array, last_selected: Array) -> Array:
+    chosen = (selected >= 0).sum((1, 2))
+    loaded = missing.sum((1, 2))
+    since = (inputs.positions - spec.working_set_window)[:, None, None]
+    in_window = (last_selected[inputs.rows] > since).sum(-1)  # [num_seqs, num_kv_heads]
+    working_set = jnp.where(inputs.positions >= 0, in_window.T, 0)
+    columns = [chosen, chosen - loaded, loaded, working_set.sum(0), working_set.max(0)]
+    return jnp.stack(columns, axis=1).astype(jnp.int32)
+
+
+def _newest(inputs: DecodeInputs, block_size: int) -> tuple[Array, Array]:
+    """Logical id of each sequence's newest block and the offset of its newest token."""
+    positions = jnp.maximum(inputs.positions, 0)
+    return positions // block_size, positions % block_size
+
+
+def _valid_tokens(logical: Array, inputs: DecodeInputs, spec: StepSpec) -> Array:
+    """Tokens that exist in each logical block, the one being decoded included."""
+    block_size = spec.layout.block_size
+    return jnp.clip(inputs.positions[:, None, None] + 1 - logical * block_size, 0, block_size)
+
+
+def _split(state: KVState, num_dense_layers: int) -> list[_Layer]:
+    layers = [_Layer(pool=pool) for pool in state.pools]
+    for index, layer in enumerate(layers[num_dense_layers:]):
+        layer.digests = state.digests[index]
+        layer.last_selected = state.last_selected[index]
+        layer.resident = state.resident[index] if state.resident else None
+    return layers
+
+
+def _join(layers: list[_Layer]) -> KVState:
+    return KVState(
+        pools=tuple(layer.pool for layer in layers),
+        digests=tuple(layer.digests for layer in layers if layer.digests is not None),
+        resident=tuple(layer.resident for layer in layers if layer.resident is not None),
+        last_selected=tuple(layer.last_selected for layer in layers if layer.last_selected is not None),
+    )

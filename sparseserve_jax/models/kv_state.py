@@ -1,0 +1,98 @@
+"""`KVState`: every KV array of the device as one pytree (donated and rebound at each call), and `StepSpec`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Num
+
+from pallas_kernels.api import Kernels
+from pallas_kernels.storage import storage_dtype
+from sparseserve_jax.cache.layout import KVLayout
+from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.models.config import ModelConfig
+
+NEVER = -(2**30)
+"""`last_selected` of a block that was never selected."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """What is fixed for the life of an engine: the static argument of every jitted step."""
+
+    model: ModelConfig
+    layout: KVLayout
+    dtype: str
+    selection: str
+    per_query_head: bool
+    num_sink_blocks: int
+    num_newest_blocks: int
+    working_set_window: int
+    record_selection: bool
+    budget_blocks: int
+    """Blocks that one selection head chooses; 0 when every layer is dense."""
+    kernels: Kernels
+
+    @property
+    def scale(self) -> float:
+        return self.model.head_dim**-0.5
+
+
+def make_spec(config: EngineConfig, model: ModelConfig, layout: KVLayout, kernels: Kernels) -> StepSpec:
+    """The spec of an engine."""
+    return StepSpec(
+        model=model,
+        layout=layout,
+        dtype=config.dtype,
+        selection=config.selection,
+        per_query_head=config.selection_granularity == "query_head",
+        num_sink_blocks=config.num_sink_blocks,
+        num_newest_blocks=config.num_newest_blocks,
+        working_set_window=config.working_set_window,
+        record_selection=config.record_selection,
+        budget_blocks=min(config.sparse_budget_blocks or 0, layout.max_blocks_per_seq),
+        kernels=kernels,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVState:
+    """Device KV of all layers.
+
+    Attributes:
+        pools: per layer. Unified: `num_blocks + 1` blocks. Tiered: `num_dense_blocks + 1` (dense layers) or
+            `num_slots + 1` (sparse layers).
+        digests: per sparse layer, (centre, radius) by block id of the tier that holds the whole sequence.
+        resident: per sparse layer, tiered only: logical block in each slot of a sequence's grant, -1 = empty.
+        last_selected: per sparse layer: the position of the query that last selected a block; NEVER = not yet.
+            Rows of both tables are the scheduler's; the last row is for padding.
+    """
+
+    pools: tuple[Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"], ...]
+    digests: tuple[Num[Array, "num_blocks num_kv_heads 2 head_dim"], ...]
+    resident: tuple[Int[Array, "num_rows num_kv_heads num_slots"], ...]
+    last_selected: tuple[Int[Array, "num_rows num_kv_heads max_blocks"], ...]
+
+
+def pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, int]:
+    """Shape of a pool of `num_blocks` blocks and the null block."""
+    return (num_blocks + 1, layout.num_kv_heads, 2, layout.block_size, layout.head_dim)
+
+
+def allocate_kv_state(layout: KVLayout, dtype: str, platform: str) -> KVState:
+    """Zeroed pools and empty tables, all that the engine will ever allocate for KV on the device."""
+    stored = storage_dtype(jnp.dtype(dtype), platform)
+    sizes = [layout.num_blocks] * layout.num_layers
+    if layout.tiered:
+        sizes = [layout.num_dense_blocks] * layout.num_dense_layers + [layout.num_slots] * layout.num_sparse_layers
+    sparse = range(layout.num_sparse_layers)
+    rows, heads = layout.max_num_seqs + 1, layout.num_kv_heads
+    return KVState(
+        pools=tuple(jnp.zeros(pool_shape(layout, size), stored) for size in sizes),
+        digests=tuple(jnp.zeros((layout.num_blocks + 1, heads, 2, layout.head_dim), stored) for _ in sparse),
+        resident=tuple(jnp.full((rows, heads, layout.max_grant_slots), -1, jnp.int32) for _ in sparse if layout.tiered),
+        last_selected=tuple(jnp.full((rows, heads, layout.max_blocks_per_seq), NEVER, jnp.int32) for _ in sparse),
+    )

@@ -1,0 +1,102 @@
+"""One layer of prefill (paper section 3.3): the unit that layer-segmented prefill schedules.
+
+A call takes a run of prompt tokens through one layer. Their K and V are written as whole blocks and attention reads
+them back from there, together with the earlier tokens of the same prompts. Unified: `pool` is the layer's pool.
+Tiered: it is the staging buffer, which holds one layer of the prompt; the blocks come back as an output, contiguous,
+for FlashD2H.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.reference import PREFILL_TILE
+from pallas_kernels.storage import to_storage
+from sparseserve_jax.models.kv_state import StepSpec
+from sparseserve_jax.models.llama import DecoderLayer, unembed
+from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillCall:
+    """Where the tokens of one prefill call belong. Padding: block 0, no valid tokens.
+
+    Attributes:
+        positions: position of each token in its prompt.
+        pool_ids / digest_ids: for every block-sized run of the call, its block in `pool` and its global block.
+        block_tokens: real tokens in each run.
+        block_tables: for each prompt in the call its blocks in `pool`.
+        tile_prompt / tile_start / tile_tokens: see `prefill_attention`.
+    """
+
+    positions: Int[Array, "num_tokens"]
+    pool_ids: Int[Array, "num_runs"]
+    digest_ids: Int[Array, "num_runs"]
+    block_tokens: Int[Array, "num_runs"]
+    block_tables: Int[Array, "num_prompts max_blocks"]
+    tile_prompt: Int[Array, "num_tiles"]
+    tile_start: Int[Array, "num_tiles"]
+    tile_tokens: Int[Array, "num_tiles"]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "single_prompt"), donate_argnames=("hidden", "pool", "digests")
+)
+def prefill_layer(
+    layer_params: Any,
+    hidden: Float[Array, "num_tokens hidden"],
+    pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
+    call: PrefillCall,
+    *,
+    spec: StepSpec,
+    single_prompt: bool,
+) -> tuple[Array, Array, Array | None, Num[Array, "num_runs num_kv_heads 2 block_size head_dim"]]:
+    """Runs one layer over the call's tokens.
+
+    Args:
+        digests: the layer's digests, or None for a dense layer.
+        single_prompt: the call holds one prompt, so attention may use larger tiles.
+
+    Returns:
+        hidden, pool and digests (donated, updated), and the call's KV blocks.
+    """
+    config, kernels, block_size = spec.model, spec.kernels, spec.layout.block_size
+    num_tokens = hidden.shape[0]
+    cos, sin = rope_cos_sin(call.positions, *rope_frequencies(config))
+    merge = 1 if not single_prompt else max(m for m in (1, 2, 4) if num_tokens % (m * PREFILL_TILE) == 0)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array | None, Array]]:
+        real = (jnp.arange(block_size)[None, :] < call.block_tokens[:, None]).reshape(-1, 1, 1)
+        kv = jnp.where(real[:, None], jnp.stack([k, v], axis=1), 0)  # [num_tokens, 2, heads, head_dim]
+        blocks = kv.reshape(-1, block_size, 2, config.num_kv_heads, config.head_dim).transpose(0, 3, 2, 1, 4)
+        stored = to_storage(blocks, pool.dtype)
+        new_pool = kernels.append_blocks(pool, stored, call.pool_ids)
+        new_digests = digests
+        if digests is not None:
+            summary = kernels.block_digests(blocks[:, :, 0], call.block_tokens, method=spec.selection)
+            new_digests = digests.at[call.digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
+        out = kernels.prefill_attention(
+            q, new_pool, call.block_tables, call.tile_prompt, call.tile_start, call.tile_tokens,
+            scale=spec.scale, merge_tiles=merge,
+        )  # fmt: skip
+        return out, (new_pool, new_digests, stored)
+
+    layer = DecoderLayer(config, jnp.dtype(spec.dtype))
+    hidden, (pool, digests, blocks) = layer.apply({"params": layer_params}, hidden, cos, sin, attend)
+    return hidden, pool, digests, blocks
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def prefill_logits(
+    params: Any, hidden: Float[Array, "num_tokens hidden"], last: Int[Array, "num_prompts"], *, spec: StepSpec
+) -> Float[Array, "num_prompts vocab"]:
+    """Logits of the prompts' last tokens, whose rows of the call are `last`."""
+    return unembed(spec.model, params, jnp.take(hidden, last, axis=0, mode="clip"))

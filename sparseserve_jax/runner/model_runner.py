@@ -1,0 +1,352 @@
+"""`ModelRunner`: owns parameters and KV of both tiers and carries out plans, one after the other."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from host_offload.memory import allocate_host_pools, to_device
+from pallas_kernels.api import Kernels
+from pallas_kernels.storage import storage_dtype
+from sparseserve_jax.cache.layout import KVLayout
+from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.models.config import ModelConfig
+from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
+from sparseserve_jax.models.kv_state import KVState, allocate_kv_state, make_spec, pool_shape
+from sparseserve_jax.models.llama import embed
+from sparseserve_jax.models.prefill import prefill_layer, prefill_logits
+from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillSegment, StepPlan
+from sparseserve_jax.runner import buckets, transfers
+from sparseserve_jax.runner.prefill_calls import OpenCall
+from sparseserve_jax.runner.sequences import Sequence, SequenceTables
+from sparseserve_jax.runner.token_sampler import SampledToken, TokenSampler
+
+_embed = jax.jit(embed)
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunnerResult:
+    """What a plan gave.
+
+    Attributes:
+        tokens: by request id: the sampled token (decode and completed prefill).
+        stats: by request id: what the decode step did; empty when every layer is dense.
+        selected: by request id, with `record_selection`: logical ids `[num_sparse_layers, num_kv_heads, n]`.
+        bytes_loaded / bytes_saved: by request id, moved between the tiers in this step.
+    """
+
+    tokens: dict[str, SampledToken]
+    stats: dict[str, DecodeStats]
+    selected: dict[str, np.ndarray]
+    bytes_loaded: dict[str, int]
+    bytes_saved: dict[str, int]
+
+
+class ModelRunner:
+    """Executes `StepPlan`s. One at a time, from one thread.
+
+    Args:
+        params: of `models.weights.load_params`.
+    """
+
+    def __init__(
+        self, params: Any, model: ModelConfig, config: EngineConfig, layout: KVLayout, kernels: Kernels, device: jax.Device
+    ) -> None:
+        self.layout, self.config, self.params = layout, config, params
+        self.spec = make_spec(config, model, layout, kernels)
+        self._state = allocate_kv_state(layout, config.dtype, device.platform)
+        self._host_pools: tuple[Array, ...] = ()
+        self._staging: Array | None = None
+        if layout.tiered:
+            stored = storage_dtype(jnp.dtype(config.dtype), device.platform)
+            shape = pool_shape(layout, layout.num_blocks)
+            self._host_pools = allocate_host_pools(layout.num_layers, shape, stored, device)
+            self._staging = jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored)
+        self._staged: tuple[str, int, int] | None = None  # request, layer, tokens that the staging buffer holds
+        self._tables = SequenceTables(layout)
+        self._sequences: dict[str, Sequence] = {}
+        self._calls: dict[tuple[str, int], OpenCall] = {}
+        self._seq_buckets = buckets.decode_seq_buckets(layout.max_num_seqs, deterministic=config.deterministic)
+        self._table_buckets = buckets.table_buckets(layout.max_blocks_per_seq, deterministic=config.deterministic)
+        self._token_buckets = buckets.prefill_token_buckets(config.max_num_batched_tokens)
+        self._copy_buckets = buckets.copy_buckets(layout.max_blocks_per_seq)
+        self._sampler = TokenSampler(model.vocab_size, model.eos_token_ids, layout.max_num_seqs)
+        self._loaded: collections.Counter[str] = collections.Counter()
+        self._saved: collections.Counter[str] = collections.Counter()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Makes a request known before a plan admits it."""
+        self._sequences[sequence.request_id] = sequence
+
+    def device_kv_bytes(self) -> int:
+        """Bytes of the device KV arrays that exist now (pools, digests, staging), read off the arrays."""
+        arrays = [*self._state.pools, *self._state.digests]
+        return sum(a.nbytes for a in arrays) + (0 if self._staging is None else self._staging.nbytes)
+
+    def host_kv_bytes(self) -> int:
+        """Bytes of the pinned host pools, read off the arrays."""
+        return sum(a.nbytes for a in self._host_pools)
+
+    def table_bytes(self) -> int:
+        """Bytes of the residency and selection tables on the device."""
+        return sum(a.nbytes for a in (*self._state.resident, *self._state.last_selected))
+
+    def block_checksums(self, request_id: str) -> list[np.ndarray]:
+        """Per layer, the bytes of the request's full blocks in the tier that holds it whole, summed per block (tests)."""
+        sequence = self._sequences[request_id]
+        ids = sequence.block_ids[: sequence.num_computed // self.layout.block_size]
+        pools = self._host_pools or self._state.pools
+        return [np.asarray(pool)[ids].view(np.uint8).astype(np.uint64).sum(axis=(1, 2, 3, 4)) for pool in pools]
+
+    # --- one plan ----------------------------------------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan) -> RunnerResult:
+        """Carries out a plan in the order of its fields and samples."""
+        self._loaded.clear()
+        self._saved.clear()
+        for request_id in plan.finished:
+            self._finish(request_id)
+        self._park(plan.parks)
+        for admission in plan.admissions:
+            self._admit(admission)
+        for grant in plan.grants:
+            self._grant(grant)
+        pending = []
+        outputs = self._decode(plan.decode) if plan.decode else None
+        if outputs is not None:
+            pending.append(self._sampler.sample([self._sequences[r] for r in plan.decode], outputs.logits))
+        for segment in plan.prefill:
+            ended = self._prefill(segment)
+            if ended is not None:
+                pending.append(self._sampler.sample(*ended))
+        tokens = {}
+        for ids, sampled in [p.fetch() for p in pending]:
+            tokens.update(zip(ids, sampled, strict=True))
+        for request_id, token in tokens.items():
+            self._note_token(self._sequences[request_id], token)
+        stats, selected = self._read_stats(plan.decode, outputs)
+        return RunnerResult(
+            tokens=tokens, stats=stats, selected=selected,
+            bytes_loaded=dict(self._loaded), bytes_saved=dict(self._saved),
+        )  # fmt: skip
+
+    def _finish(self, request_id: str) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        if sequence.row >= 0:
+            self._tables.clear(sequence.row)
+        for key, call in list(self._calls.items()):
+            if not call.drop(request_id):
+                del self._calls[key]
+            elif key != self._key(call):
+                self._calls[self._key(call)] = self._calls.pop(key)
+        self._sampler.forget(request_id)
+
+    def _admit(self, admission: Admission) -> None:
+        sequence = self._sequences[admission.request_id]
+        sequence.row = admission.row
+        sequence.block_ids = np.asarray(admission.block_ids, np.int32)
+        self._tables.admit(admission)
+        self._forget(admission.row, 0, history=True)
+
+    def _note_token(self, sequence: Sequence, token: SampledToken) -> None:
+        sequence.last_token = token.token_id
+        sequence.num_generated += 1
+
+    # --- device room -------------------------------------------------------------------------------------------------
+
+    def _grant(self, grant: Grant) -> None:
+        sequence = self._sequences[grant.request_id]
+        row, layout = sequence.row, self.layout
+        kept = self._common_slots(row, grant)
+        if sequence.has_grant and kept < self._tables.num_slots[row]:
+            self._forget(row, kept, history=False)
+        self._tables.grant(row, grant)
+        if not sequence.has_grant and layout.num_dense_layers:
+            self._load_dense(sequence)
+        sequence.has_grant = True
+
+    def _common_slots(self, row: int, grant: Grant) -> int:
+        """How many leading slots a changed grant shares with the old one: what they hold stays valid."""
+        old = self._tables.slots[row, : self._tables.num_slots[row]]
+        new = np.asarray(grant.slot_ids[: len(old)], np.int32)
+        different = np.flatnonzero(old[: len(new)] != new)
+        return int(different[0]) if different.size else len(new)
+
+    def _load_dense(self, sequence: Sequence) -> None:
+        """A resumed request's dense layers come back whole."""
+        count = -(-sequence.num_computed // self.layout.block_size)
+        width = buckets.bucket_for(count, self._copy_buckets)
+        target, source = np.zeros(width, np.int32), np.zeros(width, np.int32)
+        target[:count] = self._tables.dense[sequence.row, :count]
+        source[:count] = sequence.block_ids[:count]
+        target_d, source_d = to_device([target, source])
+        pools = list(self._state.pools)
+        for layer in range(self.layout.num_dense_layers):
+            pools[layer] = transfers.load_layer(pools[layer], self._host_pools[layer], target_d, source_d)
+        self._state = dataclasses.replace(self._state, pools=tuple(pools))
+        pieces = count * self.layout.num_dense_layers * self.layout.num_kv_heads
+        self._loaded[sequence.request_id] += pieces * self.layout.piece_bytes
+
+    def _park(self, request_ids: tuple[str, ...]) -> None:
+        sequences = [self._sequences[r] for r in request_ids]
+        self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size and s.num_generated > 1])
+        for sequence in sequences:
+            self._tables.withdraw(sequence.row)
+            self._forget(sequence.row, 0, history=False)
+            sequence.has_grant = False
+
+    def _save_newest(self, sequences: list[Sequence]) -> None:
+        """Writes the newest block of each through to the host tier."""
+        if not sequences:
+            return
+        layout, width = self.layout, self._seq_buckets[-1]
+        rows = np.full(width, self._tables.padding_row, np.int32)
+        logical, block_ids, dense_ids = (np.zeros(width, np.int32) for _ in range(3))
+        for index, s in enumerate(sequences):
+            rows[index] = s.row
+            logical[index] = (s.num_computed - 1) // layout.block_size
+            block_ids[index] = s.block_ids[logical[index]]
+            dense_ids[index] = self._tables.dense[s.row, logical[index]]
+            self._saved[s.request_id] += layout.num_layers * layout.num_kv_heads * layout.piece_bytes
+        arrays = to_device([rows, logical, block_ids, dense_ids, self._tables.slots[rows]])
+        dense = self._state.pools[: layout.num_dense_layers]
+        sparse = self._state.pools[layout.num_dense_layers :]
+        self._host_pools = transfers.save_newest(self._host_pools, dense, sparse, self._state.resident, *arrays)
+
+    def _forget(self, row: int, first_slot: int, *, history: bool) -> None:
+        if not self._state.last_selected:
+            return
+        arrays = to_device([np.int32(row), np.int32(first_slot), np.bool_(history)])
+        resident, last = transfers.forget(self._state.resident, self._state.last_selected, *arrays)
+        self._state = dataclasses.replace(self._state, resident=resident, last_selected=last)
+
+    # --- decode ------------------------------------------------------------------------------------------------------
+
+    def _decode(self, request_ids: tuple[str, ...]) -> DecodeOutputs:
+        sequences = [self._sequences[r] for r in request_ids]
+        longest = max(s.num_computed + 1 for s in sequences)
+        num_seqs = buckets.bucket_for(len(sequences), self._seq_buckets)
+        width = buckets.bucket_for(-(-longest // self.layout.block_size), self._table_buckets)
+        rows = np.full(num_seqs, self._tables.padding_row, np.int32)
+        tokens, positions = np.zeros(num_seqs, np.int32), np.full(num_seqs, -1, np.int32)
+        for index, s in enumerate(sequences):
+            rows[index], tokens[index], positions[index] = s.row, s.last_token, s.num_computed
+        outputs = self._run_decode(tokens, positions, rows, width)
+        for s in sequences:
+            s.num_computed += 1
+        if self.layout.tiered:
+            self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size == 0])
+        return outputs
+
+    def _run_decode(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
+        t = self._tables
+        dense = t.dense[rows, :width] if self.layout.tiered else t.dense[rows]
+        arrays = [tokens, positions, rows, t.blocks[rows, :width], t.slots[rows], t.num_slots[rows], dense]
+        names = [field.name for field in dataclasses.fields(DecodeInputs)]
+        inputs = DecodeInputs(**dict(zip(names, to_device(arrays), strict=True)))
+        self._state, outputs = decode_step(self.params, self._state, self._host_pools, inputs, spec=self.spec)
+        return outputs
+
+    def _read_stats(
+        self, request_ids: tuple[str, ...], outputs: DecodeOutputs | None
+    ) -> tuple[dict[str, DecodeStats], dict[str, np.ndarray]]:
+        if outputs is None or not self.layout.num_sparse_layers:
+            return {}, {}
+        stats = {}
+        for request_id, row in zip(request_ids, np.asarray(outputs.stats).tolist(), strict=False):
+            stats[request_id] = DecodeStats(
+                blocks_selected=row[0], blocks_hit=row[1], blocks_loaded=row[2],
+                working_set_blocks=row[3], working_set_slots=row[4],
+            )  # fmt: skip
+            self._loaded[request_id] += row[2] * self.layout.piece_bytes
+        if outputs.selected is None:
+            return stats, {}
+        selected = np.asarray(outputs.selected)
+        return stats, {request_id: selected[:, index] for index, request_id in enumerate(request_ids)}
+
+    # --- prefill -----------------------------------------------------------------------------------------------------
+
+    def _key(self, call: OpenCall) -> tuple[str, int]:
+        return call.first.request_id, call.first.start
+
+    def _prefill(self, segment: PrefillSegment) -> tuple[list[Sequence], Array] | None:
+        """Runs a segment; returns the sequences whose prompt it completed and their logits."""
+        key = (segment.items[0].request_id, segment.items[0].start)
+        call = self._calls.get(key)
+        if call is None:
+            call = OpenCall(
+                segment.items, self._sequences, block_size=self.layout.block_size,
+                max_blocks=self.layout.num_staging_blocks if self.layout.tiered else self.layout.max_blocks_per_seq,
+                token_buckets=self._token_buckets, staged=self.layout.tiered,
+            )  # fmt: skip
+            self._calls[key] = call
+        if call.hidden is None:
+            call.hidden = _embed(self.params, *to_device([call.token_ids()]))
+        assert call.items == segment.items, "the plan and the open prefill call name different prompts"
+        for layer in range(segment.layer_start, segment.layer_end):
+            self._prefill_layer(call, layer)
+        if segment.layer_end < self.layout.num_layers:
+            return None
+        del self._calls[key]
+        for item in segment.items:
+            self._sequences[item.request_id].num_computed = item.end
+        ended = call.last_rows()
+        if not ended:
+            return None
+        rows = np.zeros(buckets.NUM_PREFILL_PROMPTS, np.int32)
+        rows[: len(ended)] = [row for _, row in ended]
+        logits = prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec)
+        return [sequence for sequence, _ in ended], logits
+
+    def _prefill_layer(self, call: OpenCall, layer: int) -> None:
+        layout, state = self.layout, self._state
+        sparse = layer - layout.num_dense_layers
+        digests = state.digests[sparse] if sparse >= 0 else None
+        if layout.tiered:
+            self._fill_staging(call, layer)
+            pool = self._staging
+        else:
+            pool = state.pools[layer]
+        call.hidden, pool, digests, blocks = prefill_layer(
+            self.params["layers"][layer], call.hidden, pool, digests, call.call,
+            spec=self.spec, single_prompt=call.is_single,
+        )  # fmt: skip
+        if layout.tiered:
+            self._staging = pool
+            self._staged = (call.first.request_id, layer, call.first.end) if call.is_single else None
+            self._save_prefilled(call, layer, blocks)
+        else:
+            self._state = dataclasses.replace(state, pools=_replaced(state.pools, layer, pool))
+        if digests is not None:
+            self._state = dataclasses.replace(self._state, digests=_replaced(self._state.digests, sparse, digests))
+
+    def _fill_staging(self, call: OpenCall, layer: int) -> None:
+        """Earlier tokens of the prompt must be in the staging buffer; loads them where the last call was another's."""
+        first = call.first
+        if first.start == 0 or self._staged == (first.request_id, layer, first.start):
+            return
+        target, source = call.staged_before()
+        width = buckets.bucket_for(len(target), self._copy_buckets)
+        padded = to_device([np.pad(ids, (0, width - len(ids))) for ids in (target, source)])
+        self._staging = transfers.load_layer(self._staging, self._host_pools[layer], *padded)
+        self._loaded[first.request_id] += len(target) * self.layout.num_kv_heads * self.layout.piece_bytes
+
+    def _save_prefilled(self, call: OpenCall, layer: int, blocks: Array) -> None:
+        saved = transfers.save_layer(self._host_pools[layer], blocks, call.save_ids)
+        self._host_pools = _replaced(self._host_pools, layer, saved)
+        for request_id, count in call.saved_blocks():
+            self._saved[request_id] += count * self.layout.num_kv_heads * self.layout.piece_bytes
+
+
+def _replaced(items: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*items[:index], value, *items[index + 1 :])

@@ -1,0 +1,69 @@
+"""What the runner knows of each request on the host, and the per-row tables it feeds to the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sparseserve_jax.cache.layout import KVLayout
+from sparseserve_jax.plan import Admission, Grant
+from sparseserve_jax.request import SamplingParams
+
+
+@dataclasses.dataclass
+class Sequence:
+    """One admitted continuation.
+
+    Attributes:
+        num_computed: tokens whose K and V are in the cache.
+        last_token: sampled, but not computed yet; None until prefill is complete.
+        num_generated: tokens sampled so far.
+        has_grant: it holds device slots or dense blocks (tiered).
+    """
+
+    request_id: str
+    prompt_token_ids: np.ndarray
+    sampling: SamplingParams
+    seed: tuple[int, int]
+    row: int = -1
+    block_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    num_computed: int = 0
+    last_token: int | None = None
+    num_generated: int = 0
+    has_grant: bool = False
+
+
+class SequenceTables:
+    """Block, slot and dense tables by row; the last row is all null and serves padding."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        rows = layout.max_num_seqs + 1
+        self.padding_row = layout.max_num_seqs
+        self.blocks = np.zeros((rows, layout.max_blocks_per_seq), np.int32)
+        self.slots = np.zeros((rows, layout.max_grant_slots if layout.tiered else 0), np.int32)
+        self.num_slots = np.zeros(rows, np.int32)
+        self.dense = np.zeros((rows, layout.max_blocks_per_seq if layout.tiered else 0), np.int32)
+
+    def admit(self, admission: Admission) -> None:
+        """A row gets its blocks and loses everything else."""
+        self.clear(admission.row)
+        self.blocks[admission.row, : len(admission.block_ids)] = admission.block_ids
+
+    def grant(self, row: int, grant: Grant) -> None:
+        """A row gets its device room."""
+        self.withdraw(row)
+        self.slots[row, : len(grant.slot_ids)] = grant.slot_ids
+        self.num_slots[row] = len(grant.slot_ids)
+        self.dense[row, : len(grant.dense_block_ids)] = grant.dense_block_ids
+
+    def withdraw(self, row: int) -> None:
+        """A row loses its device room."""
+        self.slots[row] = 0
+        self.num_slots[row] = 0
+        self.dense[row] = 0
+
+    def clear(self, row: int) -> None:
+        """A row is forgotten."""
+        self.blocks[row] = 0
+        self.withdraw(row)
