@@ -245,7 +245,6 @@ def decode_attention(
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
 
     def body(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, total, acc = carry
         start = index * chunk
         ids = jax.lax.dynamic_slice_in_dim(block_ids, start, chunk, axis=2)
         counts = jax.lax.dynamic_slice_in_dim(num_valid, start, chunk, axis=2)
@@ -258,9 +257,8 @@ def decode_attention(
         k = gather_halves(pool, ids, 0).reshape(num_seqs, num_kv_heads, chunk * block_size, head_dim)
         v = gather_halves(pool, ids, 1).reshape(num_seqs, num_kv_heads, chunk * block_size, head_dim)
         v = jnp.where((jnp.arange(block_size) < counts[..., None]).reshape(*v.shape[:3], 1), v, 0)
-        s = _dot(q.astype(k.dtype), k, (((3,), (3,)), ((0, 1), (0, 1)))) * scale  # [seqs, heads, group, tokens]
-        s = jnp.where(ok, s, NEG_INF)
-        return _flash_update(m, total, acc, s, ok, v, (((3,), (2,)), ((0, 1), (0, 1))))
+        s = _dot(q.astype(k.dtype), k, (((3,), (3,)), ((0, 1), (0, 1))))  # [seqs, heads, group, tokens]
+        return _flash_update(*carry, jnp.where(ok, s, NEG_INF), ok, v, (((3,), (2,)), ((0, 1), (0, 1))), scale)
 
     shape = (num_seqs, num_kv_heads, group, 1)
     init = (jnp.full(shape, NEG_INF), jnp.zeros(shape), jnp.zeros((num_seqs, num_kv_heads, group, head_dim)))
@@ -308,23 +306,30 @@ def prefill_attention(
         positions = start + row_in_tile
         table = tables[prompt]
 
-        def body(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            m, total, acc = carry
+        def scores(index: Array) -> tuple[Array, Array]:
             ids = jax.lax.dynamic_slice_in_dim(table, index * key_blocks, key_blocks)
             kv = from_storage(jnp.take(pool, ids, axis=0, mode="clip"))  # [key_blocks, heads, 2, block_size, head_dim]
             kv = kv.transpose(2, 1, 0, 3, 4).reshape(2, num_kv_heads, key_blocks * block_size, head_dim)
+            return _dot(tile_q.astype(kv.dtype), kv[0], (((2,), (2,)), ((0,), (0,)))), kv[1]
+
+        def past(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            s, v = scores(index)  # every query of the tile sees every key: no masks
+            return _flash_update(*carry, s, None, v, (((2,), (1,)), ((0,), (0,))), scale)
+
+        def diagonal(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            s, v = scores(index)
             keys = index * PREFILL_KEY_TOKENS + jnp.arange(PREFILL_KEY_TOKENS)
-            v = jnp.where((keys < start + count)[None, :, None], kv[1], 0)
-            s = _dot(tile_q.astype(kv.dtype), kv[0], (((2,), (2,)), ((0,), (0,)))) * scale
+            v = jnp.where((keys < start + count)[None, :, None], v, 0)
             ok = ((keys[None, :] <= positions[:, None]) & (row_in_tile < count)[:, None])[None]
-            s = jnp.where(ok, s, NEG_INF)
-            return _flash_update(m, total, acc, s, ok, v, (((2,), (1,)), ((0,), (0,))))
+            return _flash_update(*carry, jnp.where(ok, s, NEG_INF), ok, v, (((2,), (1,)), ((0,), (0,))), scale)
 
         shape = (num_kv_heads, group * tile, 1)
-        init = (jnp.full(shape, NEG_INF), jnp.zeros(shape), jnp.zeros((num_kv_heads, group * tile, head_dim)))
+        carry = (jnp.full(shape, NEG_INF), jnp.zeros(shape), jnp.zeros((num_kv_heads, group * tile, head_dim)))
+        num_past = jnp.where(count > 0, start // PREFILL_KEY_TOKENS, 0)
         num_chunks = jnp.where(count > 0, (start + count + PREFILL_KEY_TOKENS - 1) // PREFILL_KEY_TOKENS, 0)
-        _, total, acc = jax.lax.fori_loop(0, num_chunks, body, init)
-        return acc / jnp.where(total == 0.0, 1.0, total)
+        carry = jax.lax.fori_loop(0, num_past, past, carry)
+        _, total, acc = jax.lax.fori_loop(num_past, num_chunks, diagonal, carry)
+        return jnp.where((row_in_tile < count)[None, :, None], acc / jnp.where(total == 0.0, 1.0, total), 0.0)
 
     out = jax.lax.map(one_tile, (tiles, tile_prompt, tile_start, tile_tokens))
     out = out.reshape(-1, num_kv_heads, group, tile, head_dim).transpose(0, 3, 1, 2, 4)
@@ -332,10 +337,18 @@ def prefill_attention(
 
 
 def _flash_update(
-    m: Array, total: Array, acc: Array, s: Array, ok: Array, v: Array, dims: tuple
+    m: Array, total: Array, acc: Array, s: Array, ok: Array | None, v: Array, dims: tuple, scale: float
 ) -> tuple[Array, Array, Array]:
-    """One step of online softmax (Milakov and Gimelshein, arXiv 1805.02867): new maximum, sum and weighted values."""
+    """One step of online softmax (Milakov and Gimelshein, arXiv 1805.02867): new maximum, sum and weighted values.
+
+    Scores and maxima are unscaled; the scale goes into the exponent. The barrier keeps XLA's CPU backend from computing
+    the exponentials once for the sum and once more for the product (1.25x on prefill attention).
+    """
     m_new = jnp.maximum(m, s.max(axis=-1, keepdims=True))
-    p = jnp.where(ok, jnp.exp(s - m_new), 0.0)
-    alpha = jnp.exp(m - m_new)
-    return m_new, total * alpha + p.sum(axis=-1, keepdims=True), acc * alpha + _dot(p.astype(v.dtype), v, dims)
+    p = jnp.exp((s - m_new) * scale)
+    if ok is not None:
+        p = jnp.where(ok, p, 0.0)
+    p = jax.lax.optimization_barrier(p.astype(v.dtype))
+    alpha = jnp.exp((m - m_new) * scale)
+    total = total * alpha + p.sum(axis=-1, keepdims=True, dtype=jnp.float32)
+    return m_new, total, acc * alpha + _dot(p, v, dims)
