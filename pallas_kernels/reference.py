@@ -34,8 +34,9 @@ def append_blocks(
     blocks: Num[Array, "num_new num_kv_heads 2 block_size head_dim"],
     block_ids: Int[Array, "num_new"],
 ) -> Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"]:
-    """Writes whole blocks (prefill). The pool is updated in place when donated; padding goes to block 0."""
-    return pool.at[block_ids].set(to_storage(blocks, pool.dtype), mode="drop")
+    """Writes whole blocks, in the pool's dtype (prefill). In place when donated; padding goes to block 0."""
+    assert blocks.dtype == pool.dtype, f"blocks are {blocks.dtype}, the pool is {pool.dtype}: see storage.to_storage"
+    return pool.at[block_ids].set(blocks, mode="drop")
 
 
 def append_tokens(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,7 +23,8 @@ from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_st
 from sparseserve_jax.models.kv_state import KVState, allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.llama import embed
 from sparseserve_jax.models.prefill import prefill_layer, prefill_logits
-from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillSegment, StepPlan
+from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, StepPlan
+from sparseserve_jax.request import SamplingParams
 from sparseserve_jax.runner import buckets, transfers
 from sparseserve_jax.runner.prefill_calls import OpenCall
 from sparseserve_jax.runner.sequences import Sequence, SequenceTables
@@ -106,6 +109,50 @@ class ModelRunner:
         pools = self._host_pools or self._state.pools
         return [np.asarray(pool)[ids].view(np.uint8).astype(np.uint64).sum(axis=(1, 2, 3, 4)) for pool in pools]
 
+    # --- warm-up -----------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> Iterator[str]:
+        """Runs every program that plans can need once, on padding; yields what comes next, for a progress bar.
+
+        After it no request waits for the compiler (a test counts compilations).
+        """
+        for width, num_seqs in itertools.product(self._table_buckets, self._seq_buckets):
+            yield f"decode {num_seqs} x {width} blocks"
+            padding = np.zeros(num_seqs, np.int32)
+            rows = np.full(num_seqs, self._tables.padding_row, np.int32)
+            self._warm_up_sampler(self._run_decode(padding, padding - 1, rows, width).logits)
+        layers = sorted({0, self.layout.num_layers - 1})  # a dense and a sparse one, where there are both
+        for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
+            yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
+            call = self._open_call((), min_tokens=num_tokens)
+            call.is_single = single
+            call.hidden = _embed(self.params, *to_device([call.token_ids()]))
+            for layer in layers:
+                self._prefill_layer(call, layer)
+            rows = np.zeros(buckets.NUM_PREFILL_PROMPTS, np.int32)
+            self._warm_up_sampler(prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec))
+        yield "tables and transfers"
+        self._forget(self._tables.padding_row, 0, history=True)
+        if self.layout.tiered:
+            self._warm_up_transfers()
+
+    def _warm_up_sampler(self, logits: Array) -> None:
+        greedy = SamplingParams(temperature=0.0)
+        everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0)
+        for params in (greedy, everything):
+            sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=0)
+            self._sampler.sample([sequence], logits).fetch()
+
+    def _warm_up_transfers(self) -> None:
+        layout = self.layout
+        self._save_rows([])
+        for width in self._copy_buckets:
+            ids = to_device([np.zeros(width, np.int32), np.zeros(width, np.int32)])
+            self._staging = transfers.load_layer(self._staging, self._host_pools[0], *ids)
+            if layout.num_dense_layers:
+                pool = transfers.load_layer(self._state.pools[0], self._host_pools[0], *ids)
+                self._state = dataclasses.replace(self._state, pools=_replaced(self._state.pools, 0, pool))
+
     # --- one plan ----------------------------------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> RunnerResult:
@@ -127,11 +174,11 @@ class ModelRunner:
             ended = self._prefill(segment)
             if ended is not None:
                 pending.append(self._sampler.sample(*ended))
-        tokens = {}
-        for ids, sampled in [p.fetch() for p in pending]:
-            tokens.update(zip(ids, sampled, strict=True))
+        tokens: dict[str, SampledToken] = {}
+        for part in pending:
+            tokens.update(part.fetch())
         for request_id, token in tokens.items():
-            self._note_token(self._sequences[request_id], token)
+            self._sequences[request_id].note_token(token.token_id)
         stats, selected = self._read_stats(plan.decode, outputs)
         return RunnerResult(
             tokens=tokens, stats=stats, selected=selected,
@@ -149,7 +196,6 @@ class ModelRunner:
                 del self._calls[key]
             elif key != self._key(call):
                 self._calls[self._key(call)] = self._calls.pop(key)
-        self._sampler.forget(request_id)
 
     def _admit(self, admission: Admission) -> None:
         sequence = self._sequences[admission.request_id]
@@ -157,10 +203,6 @@ class ModelRunner:
         sequence.block_ids = np.asarray(admission.block_ids, np.int32)
         self._tables.admit(admission)
         self._forget(admission.row, 0, history=True)
-
-    def _note_token(self, sequence: Sequence, token: SampledToken) -> None:
-        sequence.last_token = token.token_id
-        sequence.num_generated += 1
 
     # --- device room -------------------------------------------------------------------------------------------------
 
@@ -207,8 +249,10 @@ class ModelRunner:
 
     def _save_newest(self, sequences: list[Sequence]) -> None:
         """Writes the newest block of each through to the host tier."""
-        if not sequences:
-            return
+        if sequences:
+            self._save_rows(sequences)
+
+    def _save_rows(self, sequences: list[Sequence]) -> None:
         layout, width = self.layout, self._seq_buckets[-1]
         rows = np.full(width, self._tables.padding_row, np.int32)
         logical, block_ids, dense_ids = (np.zeros(width, np.int32) for _ in range(3))
@@ -284,12 +328,7 @@ class ModelRunner:
         key = (segment.items[0].request_id, segment.items[0].start)
         call = self._calls.get(key)
         if call is None:
-            call = OpenCall(
-                segment.items, self._sequences, block_size=self.layout.block_size,
-                max_blocks=self.layout.num_staging_blocks if self.layout.tiered else self.layout.max_blocks_per_seq,
-                token_buckets=self._token_buckets, staged=self.layout.tiered,
-            )  # fmt: skip
-            self._calls[key] = call
+            call = self._calls[key] = self._open_call(segment.items)
         if call.hidden is None:
             call.hidden = _embed(self.params, *to_device([call.token_ids()]))
         assert call.items == segment.items, "the plan and the open prefill call name different prompts"
@@ -308,22 +347,29 @@ class ModelRunner:
         logits = prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec)
         return [sequence for sequence, _ in ended], logits
 
+    def _open_call(self, items: tuple[PrefillItem, ...], *, min_tokens: int = 1) -> OpenCall:
+        layout = self.layout
+        return OpenCall(
+            items, self._sequences, block_size=layout.block_size, token_buckets=self._token_buckets,
+            max_blocks=layout.num_staging_blocks if layout.tiered else layout.max_blocks_per_seq,
+            staged=layout.tiered, min_tokens=min_tokens,
+        )  # fmt: skip
+
     def _prefill_layer(self, call: OpenCall, layer: int) -> None:
         layout, state = self.layout, self._state
         sparse = layer - layout.num_dense_layers
         digests = state.digests[sparse] if sparse >= 0 else None
-        if layout.tiered:
+        if layout.tiered and call.items:
             self._fill_staging(call, layer)
-            pool = self._staging
-        else:
-            pool = state.pools[layer]
+        pool = self._staging if layout.tiered else state.pools[layer]
         call.hidden, pool, digests, blocks = prefill_layer(
             self.params["layers"][layer], call.hidden, pool, digests, call.call,
             spec=self.spec, single_prompt=call.is_single,
         )  # fmt: skip
         if layout.tiered:
             self._staging = pool
-            self._staged = (call.first.request_id, layer, call.first.end) if call.is_single else None
+            single = call.is_single and call.items
+            self._staged = (call.first.request_id, layer, call.first.end) if single else None
             self._save_prefilled(call, layer, blocks)
         else:
             self._state = dataclasses.replace(state, pools=_replaced(state.pools, layer, pool))

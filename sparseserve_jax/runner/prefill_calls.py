@@ -29,11 +29,14 @@ class OpenCall:
 
     Prompts start on a tile. In tiered mode keys and values pass through the staging buffer, where prompt i of the call
     has its own range of blocks; a request that ends meanwhile is blotted out, so that its blocks can be reused.
+
+    Args:
+        min_tokens: pad to at least this (warm-up).
     """
 
     def __init__(
         self, items: tuple[PrefillItem, ...], sequences: dict[str, Sequence], *, block_size: int, max_blocks: int,
-        token_buckets: tuple[int, ...], staged: bool,
+        token_buckets: tuple[int, ...], staged: bool, min_tokens: int = 1,
     ) -> None:  # fmt: skip
         self._block_size, self._max_blocks, self._staged = block_size, max_blocks, staged
         offset, placed = 0, []
@@ -41,7 +44,7 @@ class OpenCall:
             placed.append(_Placed(item, sequences[item.request_id], offset))
             offset += -(-(item.end - item.start) // PREFILL_TILE) * PREFILL_TILE
         self._placed = placed
-        self.num_tokens = bucket_for(offset, token_buckets)
+        self.num_tokens = bucket_for(max(offset, min_tokens), token_buckets)
         self.hidden: Array | None = None
         self.is_single = len(items) == 1
         self.call, self.save_ids = self._lay_out()

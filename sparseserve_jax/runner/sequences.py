@@ -33,6 +33,11 @@ class Sequence:
     num_generated: int = 0
     has_grant: bool = False
 
+    def note_token(self, token_id: int) -> None:
+        """A token was sampled; its K and V are computed by the next decode step."""
+        self.last_token = token_id
+        self.num_generated += 1
+
 
 class SequenceTables:
     """Block, slot and dense tables by row; the last row is all null and serves padding."""

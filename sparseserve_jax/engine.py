@@ -1,0 +1,343 @@
+"""`Engine`: requests in, outputs out. One `step()` = schedule, execute, process."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from host_offload.memory import physical_memory_bytes
+from pallas_kernels.api import get_kernels
+from sparseserve_jax.cache.layout import plan_layout
+from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.compilation_cache import use_compilation_cache
+from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.info import EngineInfo, describe_engine
+from sparseserve_jax.models.rope import max_supported_len
+from sparseserve_jax.models.weights import load_params
+from sparseserve_jax.output import OutputProcessor
+from sparseserve_jax.plan import StepPlan, StepResult
+from sparseserve_jax.request import Request, RequestOutput, SamplingParams
+from sparseserve_jax.runner.model_runner import ModelRunner, RunnerResult
+from sparseserve_jax.runner.sequences import Sequence as RunnerSequence
+from sparseserve_jax.sampling.seeds import derive_seed
+from sparseserve_jax.scheduler.request_state import SchedulerRequest
+from sparseserve_jax.scheduler.scheduler import Scheduler
+from sparseserve_jax.text.chat_template import ChatTemplate, ChatTemplateError
+from sparseserve_jax.text.detokenizer import IncrementalDetokenizer
+from sparseserve_jax.text.tokenizer import Tokenizer
+from sparseserve_jax.validation import RequestError, validate_request
+
+logger = logging.getLogger("sparseserve")
+
+MEMORY_SHARE = 0.4
+"""Share of free memory that KV may take where no budget is set (on the CPU both tiers are the same memory)."""
+
+
+class Engine:
+    """Serves requests on one device. One thread calls it.
+
+    Args:
+        model: a GGUF file, a Hugging Face or an Orbax directory; None = the embedded SmolLM2-135M-Instruct.
+        config: see `EngineConfig`.
+        clock: seconds, monotonic.
+
+    Attributes:
+        info: what is in force (also logged at start, and by `sparseserve info`).
+
+    Raises:
+        ValueError: a budget is too small, a setting does not fit the model, or the model cannot be read.
+        FileNotFoundError: no such model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        config = config or EngineConfig()
+        self.config, self._clock = config, clock
+        cache = use_compilation_cache(config.compilation_cache_dir)
+        source = open_checkpoint(model)
+        self.model_config = source.config
+        device = jax.devices()[0]
+        kernels = get_kernels(config.implementation, device.platform)
+        free_device, free_host = physical_memory_bytes(device)
+        self.layout = plan_layout(
+            config,
+            source.config.kv_shape,
+            model_max_len=max_supported_len(source.config),
+            available_device_bytes=int(MEMORY_SHARE * free_device),
+            available_host_bytes=int(MEMORY_SHARE * free_host),
+        )
+        self.tokenizer = Tokenizer(
+            source.tokenizer_json,
+            bos_token_id=source.config.bos_token_id,
+            eos_token_ids=source.config.eos_token_ids,
+            vocab_size=source.config.vocab_size,
+        )
+        self._template_source, self._special = source.chat_template, source.special
+        self._template: ChatTemplate | None = None
+        params = load_params(source.config, source.tensor, config.dtype)
+        self.runner = ModelRunner(params, source.config, config, self.layout, kernels, device)
+        self.scheduler = Scheduler(config, self.layout)
+        self.info: EngineInfo = describe_engine(
+            config, source.describe(), source.config, kernels.name, str(cache) if cache else None, device, self.runner
+        )
+        for line in self.info.lines():
+            logger.info(line)
+        self._processors: dict[str, OutputProcessor] = {}  # by continuation, which scheduler and runner know
+        self._children: dict[str, list[str]] = {}  # by request
+        self._ended: list[RequestOutput] = []  # aborted between steps, to be reported by the next
+        self._num_requests = 0
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request, default_sampling: SamplingParams | None = None) -> str:
+        """Queues a request and returns its id.
+
+        Raises:
+            RequestError: it can never be served; it is not queued, and nobody else is affected.
+        """
+        return self._queue_all([request], [default_sampling])[0]
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at once, whatever it is doing; False if there is no such live request."""
+        children = self._children.pop(request_id, None)
+        if children is None:
+            return False
+        for child in children:
+            processor = self._processors.pop(child, None)
+            if processor is not None:
+                self.scheduler.abort(child)
+                processor.abort()
+                self._ended.append(processor.take_output(final=True))
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._processors or self._ended)
+
+    def warm_up(self) -> Iterator[str]:
+        """Compiles (or loads from the cache) every program that serving can need; yields what comes next."""
+        yield from self.runner.warm_up()
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration: decode and prefill work of one plan. Returns a snapshot of every request that got a token."""
+        plan = self.scheduler.schedule(self._clock())
+        outputs, self._ended = self._ended, []
+        if plan.is_empty:
+            assert outputs or not self._processors, "requests are waiting, but the scheduler has no work for them"
+            return outputs
+        started = self._clock()
+        for segment in plan.prefill:
+            for item in segment.items:
+                self._processors[item.request_id].note_started(started)
+        result = self.runner.execute(plan)
+        grown = self._process(plan, result)
+        if not self._processors:
+            self._release()
+        return outputs + grown
+
+    # --- the whole way -----------------------------------------------------------------------------------------------
+
+    def stream(
+        self, requests: Sequence[Request], sampling_params: Sequence[SamplingParams | None] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Queues requests now and yields a snapshot whenever one grows. All are checked before any is queued.
+
+        Closing the iterator aborts what is unfinished.
+
+        Raises:
+            RequestError: one of them can never be served; names it by its place. None is queued.
+        """
+        return self._run(self._queue_all(requests, sampling_params))
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling_params: Sequence[SamplingParams | None] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Serves requests to their end; outputs in order (n of them next to each other for a request with n > 1).
+
+        Args:
+            on_output: called with every snapshot on the way.
+
+        Raises:
+            RequestError: as `stream`.
+        """
+        ids = self._queue_all(requests, sampling_params)
+        last: dict[str, dict[int, RequestOutput]] = {request_id: {} for request_id in ids}
+        for output in self._run(ids):
+            last[output.request_id][output.index] = output
+            if on_output is not None:
+                on_output(output)
+        return [outputs[index] for outputs in last.values() for index in sorted(outputs)]
+
+    def _queue_all(
+        self, requests: Sequence[Request], sampling_params: Sequence[SamplingParams | None] | None
+    ) -> list[str]:
+        defaults = sampling_params or [None] * len(requests)
+        prepared = []
+        for place, (request, default) in enumerate(zip(requests, defaults, strict=True)):
+            try:
+                prepared.append(self._prepare(request, default))
+            except RequestError as error:
+                where = f"request {place}: " if len(requests) > 1 else ""
+                raise RequestError(f"{where}{error}", error.param) from error
+        named = [request.request_id for request in requests if request.request_id is not None]
+        taken = [name for place, name in enumerate(named) if name in named[:place] or name in self._children]
+        if taken:
+            raise RequestError(f"request_id={taken[0]!r} is in use by another request; choose another", "request_id")
+        return [self._queue(item) for item in prepared]
+
+    def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
+        mine = set(ids)
+        try:
+            while any(request_id in self._children for request_id in ids) or self._ended:
+                yield from (output for output in self.step() if output.request_id in mine)
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+            if not self._processors:
+                self._ended.clear()
+                self._release()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, request: Request, default_sampling: SamplingParams | None) -> _Prepared:
+        params = request.sampling or default_sampling or SamplingParams()
+        text, token_ids = self._encode(request.prompt)
+        params = validate_request(
+            token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
+        )
+        assert params.max_tokens is not None
+        prepared = _Prepared(request, text, np.asarray(token_ids, np.int32), params)
+        try:
+            self.scheduler.check(prepared.to_schedule("", 0.0))
+        except ValueError as error:
+            raise RequestError(str(error), "max_tokens") from error
+        return prepared
+
+    def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt (chat messages give the rendered template)."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(part, dict) for part in prompt):
+            try:
+                if self._template is None:
+                    self._template = ChatTemplate(
+                        self._template_source, bos_token=self._special.bos_token, eos_token=self._special.eos_token
+                    )
+                rendered = self._template.render(prompt)
+            except ChatTemplateError as error:
+                raise RequestError(str(error), "messages") from error
+            return rendered, self.tokenizer.encode_chat(rendered)
+        if isinstance(prompt, (Sequence, np.ndarray)):
+            return None, list(prompt)
+        raise RequestError(
+            f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt"
+        )
+
+    def _queue(self, prepared: _Prepared) -> str:
+        request, params = prepared.request, prepared.sampling
+        request_id = request.request_id or f"request-{self._num_requests}"
+        now = self._clock()
+        children = [f"{self._num_requests}.{index}" for index in range(params.n)]
+        for index, child in enumerate(children):
+            self._processors[child] = OutputProcessor(
+                request_id=request_id, index=index, prompt=prepared.text, prompt_token_ids=prepared.token_ids.tolist(),
+                sampling=params, eos_token_ids=self.model_config.eos_token_ids, arrival_s=now,
+                detokenizer=IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens),
+            )  # fmt: skip
+            seed = derive_seed(params.seed, self.config.seed, self._num_requests, index)
+            self.runner.add_sequence(RunnerSequence(child, prepared.token_ids, params, seed))
+            self.scheduler.add_request(prepared.to_schedule(child, now))
+        self._children[request_id] = children
+        self._num_requests += 1
+        return request_id
+
+    def _process(self, plan: StepPlan, result: RunnerResult) -> list[RequestOutput]:
+        """Gives tokens and figures to the processors, tells the scheduler, and takes snapshots."""
+        now = self._clock()
+        for child in plan.parks:
+            if child in self._processors:
+                self._processors[child].metrics.num_parks += 1
+        self._note_figures(result)
+        finished, grown = [], []
+        for child, token in result.tokens.items():
+            processor = self._processors[child]
+            if token.ok:
+                processor.append(token.token_id, token.logprobs, now)
+            else:
+                processor.fail("the model's logits are not finite for this request")
+            if processor.is_finished:
+                finished.append(child)
+            grown.append(processor.take_output())
+        self.scheduler.update(
+            plan,
+            StepResult(step=plan.step, sampled=tuple(result.tokens), finished=tuple(finished), stats=result.stats),
+        )
+        for child in finished:
+            self._forget(child)
+        return grown
+
+    def _note_figures(self, result: RunnerResult) -> None:
+        for child, stats in result.stats.items():
+            metrics = self._processors[child].metrics
+            metrics.blocks_selected += stats.blocks_selected
+            metrics.blocks_hit += stats.blocks_hit
+            metrics.blocks_loaded += stats.blocks_loaded
+            metrics.working_set_blocks = stats.working_set_blocks
+            metrics.working_set_slots = stats.working_set_slots
+        for child, selected in result.selected.items():
+            self._processors[child].metrics.selected_block_ids.append(selected)
+        for child, num_bytes in result.bytes_loaded.items():
+            if child in self._processors:
+                self._processors[child].metrics.bytes_loaded += num_bytes
+        for child, num_bytes in result.bytes_saved.items():
+            if child in self._processors:
+                self._processors[child].metrics.bytes_saved += num_bytes
+
+    def _forget(self, child: str) -> None:
+        processor = self._processors.pop(child)
+        siblings = self._children.get(processor.request_id, [])
+        if not any(sibling in self._processors for sibling in siblings):
+            self._children.pop(processor.request_id, None)
+
+    def _release(self) -> None:
+        """Nobody is left: lets the runner forget the last ones, too."""
+        plan = self.scheduler.schedule(self._clock())
+        if not plan.is_empty:
+            self.runner.execute(plan)
+            self.scheduler.update(plan, StepResult(step=plan.step, sampled=()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A request that passed every check."""
+
+    request: Request
+    text: str | None
+    token_ids: np.ndarray
+    sampling: SamplingParams
+
+    def to_schedule(self, child: str, arrival_s: float) -> SchedulerRequest:
+        """The scheduler's view of one of its continuations."""
+        assert self.sampling.max_tokens is not None
+        return SchedulerRequest(
+            request_id=child,
+            arrival_s=arrival_s,
+            priority=self.request.priority,
+            num_prompt_tokens=len(self.token_ids),
+            max_new_tokens=self.sampling.max_tokens,
+        )
