@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -13,6 +14,11 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 MAX_LOGPROBS = 20
 MAX_N = 64
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Characters of all stop strings together: every continuation keeps an automaton of them."""
+MAX_TOKENS_NAMED = 1024
+"""Entries of `logit_bias` and of `stop_token_ids`: each costs the whole batch a little in every step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,39 +65,45 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _integer("n", self.n, 1, MAX_N)
-        _integer("top_k", self.top_k, 0, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+        def keep(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        keep("temperature", _number("temperature", self.temperature, 0.0, math.inf))
+        keep("top_p", _number("top_p", self.top_p, 0.0, 1.0, low_open=True))
+        keep("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        keep("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True))
+        for name in ("presence_penalty", "frequency_penalty"):
+            keep(name, _number(name, getattr(self, name), -2.0, 2.0))
+        keep("n", _integer("n", self.n, 1, MAX_N))
+        keep("top_k", _integer("top_k", self.top_k, 0, None))
+        keep("min_tokens", _integer("min_tokens", self.min_tokens, 0, None))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
+            keep("max_tokens", _integer("max_tokens", self.max_tokens, 1, None))
             if self.min_tokens > self.max_tokens:
-                raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it")
+                low, high = short_repr(self.min_tokens), short_repr(self.max_tokens)
+                raise ValueError(f"min_tokens={low} exceeds max_tokens={high}; lower it")
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            keep("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for text in self.stop:
+            keep("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={short_repr(getattr(self, name))} must be True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, MAX_STOP_STRINGS)
+        for text in stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop contains {text!r}; every stop string must be non-empty text")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias token", token, 0, None)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+                raise ValueError(f"stop contains {short_repr(text)}; every stop string must be non-empty text")
+        keep("stop", stop)
+        num_chars = sum(map(len, self.stop))
+        if num_chars > MAX_STOP_CHARS:
+            raise ValueError(f"stop holds {num_chars} characters; at most {MAX_STOP_CHARS} are allowed in all")
+        ids = _items("stop_token_ids", self.stop_token_ids, MAX_TOKENS_NAMED)
+        keep("stop_token_ids", tuple(_integer("stop_token_ids", token, 0, None) for token in ids))
+        keep("logit_bias", _biases(self.logit_bias))
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the best token is always taken."""
         return self.temperature == 0.0
 
 
@@ -180,17 +192,60 @@ class RequestOutput:
     error: str | None = None
 
 
-def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    """The value as a float; integers, fractions and numpy's scalars are numbers too, bools are not."""
     left = "(" if low_open else "["
     right = ")" if high == math.inf else "]"
     bounds = f"{left}{low:g}, {high:g}{right}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be a finite number in {bounds}")
-    if value < low or value > high or (low_open and value == low):
-        raise ValueError(f"{name}={value!r} must lie in {bounds}")
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer such as 10**400
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={short_repr(value)} must be a finite number in {bounds}")
+    if number < low or number > high or (low_open and number == low):
+        raise ValueError(f"{name}={short_repr(value)} must lie in {bounds}")
+    return number
 
 
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name}={value!r} must be an integer, {bounds}")
+def _integer(name: str, value: object, low: int, high: int | None) -> int:
+    """The value as an int; numpy's integers are integers too, bools and whole floats are not."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
+        if low <= number and (high is None or number <= high):
+            return number
+    bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+    raise ValueError(f"{name}={short_repr(value)} must be an integer, {bounds}")
+
+
+def _items(name: str, value: object, at_most: int) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}={short_repr(value)} must be a list")
+    items = tuple(value)
+    if len(items) > at_most:
+        raise ValueError(f"{name} has {len(items)} entries; at most {at_most} are allowed")
+    return items
+
+
+def _biases(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias={short_repr(value)} must map token ids to numbers")
+    if len(value) > MAX_TOKENS_NAMED:
+        raise ValueError(f"logit_bias has {len(value)} entries; at most {MAX_TOKENS_NAMED} are allowed")
+    biases = {}
+    for token, bias in value.items():
+        token_id = _integer("logit_bias token", token, 0, None)
+        biases[token_id] = _number(f"logit_bias[{short_repr(token_id)}]", bias, -100.0, 100.0)
+    return biases
+
+
+def short_repr(value: object) -> str:
+    """A short repr for messages (Python refuses to print integers of more than 4,300 digits)."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"<an integer of {value.bit_length()} bits>"
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,80 @@
+"""Checks of a request that need the model: `validate_request`. No JAX here."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+
+from sparseserve_jax.request import SamplingParams, short_repr
+
+
+class RequestError(ValueError):
+    """A request that can never be served as it is.
+
+    Attributes:
+        param: the field to change.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def validate_request(
+    prompt_token_ids: Sequence[int], params: SamplingParams, *, vocab_size: int, max_model_len: int
+) -> SamplingParams:
+    """`params` with `max_tokens` resolved (None = what the model's length leaves).
+
+    Args:
+        prompt_token_ids: integers (numpy's too).
+        max_model_len: the limit in force on prompt + generated tokens.
+
+    Raises:
+        RequestError: empty prompt, a token id outside the vocabulary, or more tokens than fit.
+    """
+    _check_prompt(prompt_token_ids, vocab_size)
+    num_prompt_tokens = len(prompt_token_ids)
+    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token in token_ids:
+            if token >= vocab_size:
+                raise RequestError(
+                    f"{name} names token id {short_repr(token)}; ids must be below vocab_size={vocab_size}", name
+                )
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens; with at least one generated token that is over the limit "
+            f"max_model_len={max_model_len}; shorten the prompt to at most {max_model_len - 1} tokens",
+            "prompt",
+        )
+    if params.max_tokens is None:
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens={short_repr(params.min_tokens)} with a prompt of {num_prompt_tokens} tokens is over "
+                f"the limit max_model_len={max_model_len}; lower min_tokens to at most {room} or shorten the prompt",
+                "min_tokens",
+            )
+        return dataclasses.replace(params, max_tokens=room)
+    if params.max_tokens > room:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens={short_repr(params.max_tokens)}; "
+            f"together they are over the limit max_model_len={max_model_len}; lower max_tokens to at most {room} or "
+            "shorten the prompt",
+            "max_tokens",
+        )
+    return params
+
+
+def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    if len(prompt_token_ids) == 0:
+        raise RequestError("the prompt has no tokens; give at least one", "prompt")
+    if set(map(type, prompt_token_ids)) == {int} and 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
+        return
+    for place, token in enumerate(prompt_token_ids):
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise RequestError(f"prompt token {place} is a {type(token).__name__}; ids must be integers", "prompt")
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"prompt token {place} is {short_repr(token)}; ids must lie in [0, {vocab_size})", "prompt"
+            )
