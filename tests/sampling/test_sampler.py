@@ -158,11 +158,14 @@ def test_unsound_rows_are_flagged_alone(temperature):
     assert min(got.token_ids.tolist()[3:5]) >= 0
 
 
-def test_a_nan_anywhere_is_found():
-    for place in (0, 1, VOCAB // 2, VOCAB - 1):
-        logits = random_logits(1)
-        logits[0, place] = np.nan
-        assert not run(logits, [SamplingParams(temperature=0)]).ok[0]
+@pytest.mark.parametrize("vocab", [VOCAB, 49_152])
+def test_a_nan_anywhere_is_found(vocab):
+    """In a large vocabulary the CPU backend's vectorised maximum skips NaN."""
+    places = [0, 1, 7, vocab // 2, vocab - 1]
+    logits = random_logits(len(places) + 1, vocab=vocab)
+    logits[range(len(places)), places] = np.nan
+    got = run(logits, [SamplingParams(temperature=0)] * len(logits))
+    assert got.ok.tolist() == [False] * len(places) + [True]
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}])
