@@ -201,11 +201,12 @@ def match_slots(
         slot index of every selected block, whether it missed, and the residency after loading the misses.
     """
     used = selected >= 0
-    equal = (selected[..., None] == resident[..., None, :]) & used[..., None]  # [seqs, heads, selected, slots]
+    granted = jnp.arange(resident.shape[-1])[None, None, :] < num_slots[:, None, None]
+    usable = jnp.where(granted, resident, -1)
+    equal = (selected[..., None] == usable[..., None, :]) & used[..., None]  # [seqs, heads, selected, slots]
     hit = equal.any(-1)
     hit_slot = jnp.argmax(equal, axis=-1)
     miss = used & ~hit
-    granted = jnp.arange(resident.shape[-1])[None, None, :] < num_slots[:, None, None]
     never = jnp.iinfo(jnp.int32).min // 2
     age = jnp.take_along_axis(last_selected, jnp.maximum(resident, 0), axis=-1)
     age = jnp.where(resident >= 0, age, never)
