@@ -29,9 +29,18 @@ def host_sharding(device: jax.Device) -> SingleDeviceSharding:
 
 
 def allocate_host_pools(num_layers: int, shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> tuple[Array, ...]:
-    """One zeroed pool a layer in pinned host memory: allocated once, at start, and only ever updated in place."""
-    make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=host_sharding(device))
-    return tuple(make() for _ in range(num_layers))
+    """One zeroed pool a layer in pinned host memory: allocated once, at start, and only ever updated in place.
+
+    `out_shardings` alone would place the array but leave its type in device memory, and the next jit would refuse to
+    index it with host indices: the `device_put` is what types it. It passes through the device one layer at a time,
+    so allocate host pools before device pools.
+    """
+
+    def make() -> Array:
+        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
+
+    make_pool = jax.jit(make, out_shardings=host_sharding(device))
+    return tuple(make_pool() for _ in range(num_layers))
 
 
 def to_device(arrays: Sequence[np.ndarray]) -> tuple[Array, ...]:

@@ -7,14 +7,18 @@ from sparseserve_jax.cache.layout import MAX_PACKED_PROMPTS
 
 MIN_DECODE_SEQS = 2
 """XLA's CPU backend multiplies a one-row bfloat16 matrix 13 times slower than a two-row one."""
+DETERMINISTIC_SEQS = 8
 MIN_TABLE_BLOCKS = 64
 
 
 def decode_seq_buckets(max_num_seqs: int, *, deterministic: bool) -> tuple[int, ...]:
-    """Batch sizes of the decode step: 2, 8, 16, 32, ... and `max_num_seqs`; only the last if `deterministic`."""
-    top = max(max_num_seqs, MIN_DECODE_SEQS)
+    """Batch sizes of the decode step: 2, 8, 16, 32, ... and `max_num_seqs`.
+
+    If `deterministic`, one: larger batches run as several of it, so that a sequence's arithmetic is always the same.
+    """
     if deterministic:
-        return (top,)
+        return (DETERMINISTIC_SEQS,)
+    top = max(max_num_seqs, MIN_DECODE_SEQS)
     sizes = [size for size in (MIN_DECODE_SEQS, *(8 << i for i in range(12))) if size < top]
     return (*sizes, top)
 

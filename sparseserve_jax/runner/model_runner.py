@@ -63,7 +63,6 @@ class ModelRunner:
     ) -> None:
         self.layout, self.config, self.params = layout, config, params
         self.spec = make_spec(config, model, layout, kernels)
-        self._state = allocate_kv_state(layout, config.dtype, device.platform)
         self._host_pools: tuple[Array, ...] = ()
         self._staging: Array | None = None
         if layout.tiered:
@@ -71,6 +70,7 @@ class ModelRunner:
             shape = pool_shape(layout, layout.num_blocks)
             self._host_pools = allocate_host_pools(layout.num_layers, shape, stored, device)
             self._staging = jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored)
+        self._state = allocate_kv_state(layout, config.dtype, device.platform)
         self._staged: tuple[str, int, int] | None = None  # request, layer, tokens that the staging buffer holds
         self._tables = SequenceTables(layout)
         self._sequences: dict[str, Sequence] = {}
@@ -167,9 +167,9 @@ class ModelRunner:
         for grant in plan.grants:
             self._grant(grant)
         pending = []
-        outputs = self._decode(plan.decode) if plan.decode else None
-        if outputs is not None:
-            pending.append(self._sampler.sample([self._sequences[r] for r in plan.decode], outputs.logits))
+        decoded = self._decode([self._sequences[request_id] for request_id in plan.decode])
+        for sequences, outputs in decoded:
+            pending.append(self._sampler.sample(sequences, outputs.logits))
         for segment in plan.prefill:
             ended = self._prefill(segment)
             if ended is not None:
@@ -179,7 +179,7 @@ class ModelRunner:
             tokens.update(part.fetch())
         for request_id, token in tokens.items():
             self._sequences[request_id].note_token(token.token_id)
-        stats, selected = self._read_stats(plan.decode, outputs)
+        stats, selected = self._read_stats(decoded)
         return RunnerResult(
             tokens=tokens, stats=stats, selected=selected,
             bytes_loaded=dict(self._loaded), bytes_saved=dict(self._saved),
@@ -249,8 +249,9 @@ class ModelRunner:
 
     def _save_newest(self, sequences: list[Sequence]) -> None:
         """Writes the newest block of each through to the host tier."""
-        if sequences:
-            self._save_rows(sequences)
+        width = self._seq_buckets[-1]
+        for start in range(0, len(sequences), width):
+            self._save_rows(sequences[start : start + width])
 
     def _save_rows(self, sequences: list[Sequence]) -> None:
         layout, width = self.layout, self._seq_buckets[-1]
@@ -276,8 +277,18 @@ class ModelRunner:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _decode(self, request_ids: tuple[str, ...]) -> DecodeOutputs:
-        sequences = [self._sequences[r] for r in request_ids]
+    def _decode(self, sequences: list[Sequence]) -> list[tuple[list[Sequence], DecodeOutputs]]:
+        """One step for all, in as many batches as it takes (one, unless `deterministic`)."""
+        largest = self._seq_buckets[-1]
+        groups = [sequences[start : start + largest] for start in range(0, len(sequences), largest)]
+        decoded = [(group, self._decode_batch(group)) for group in groups]
+        for sequence in sequences:
+            sequence.num_computed += 1
+        if self.layout.tiered:
+            self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size == 0])
+        return decoded
+
+    def _decode_batch(self, sequences: list[Sequence]) -> DecodeOutputs:
         longest = max(s.num_computed + 1 for s in sequences)
         num_seqs = buckets.bucket_for(len(sequences), self._seq_buckets)
         width = buckets.bucket_for(-(-longest // self.layout.block_size), self._table_buckets)
@@ -285,12 +296,7 @@ class ModelRunner:
         tokens, positions = np.zeros(num_seqs, np.int32), np.full(num_seqs, -1, np.int32)
         for index, s in enumerate(sequences):
             rows[index], tokens[index], positions[index] = s.row, s.last_token, s.num_computed
-        outputs = self._run_decode(tokens, positions, rows, width)
-        for s in sequences:
-            s.num_computed += 1
-        if self.layout.tiered:
-            self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size == 0])
-        return outputs
+        return self._run_decode(tokens, positions, rows, width)
 
     def _run_decode(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
         t = self._tables
@@ -302,21 +308,23 @@ class ModelRunner:
         return outputs
 
     def _read_stats(
-        self, request_ids: tuple[str, ...], outputs: DecodeOutputs | None
+        self, decoded: list[tuple[list[Sequence], DecodeOutputs]]
     ) -> tuple[dict[str, DecodeStats], dict[str, np.ndarray]]:
-        if outputs is None or not self.layout.num_sparse_layers:
-            return {}, {}
-        stats = {}
-        for request_id, row in zip(request_ids, np.asarray(outputs.stats).tolist(), strict=False):
-            stats[request_id] = DecodeStats(
-                blocks_selected=row[0], blocks_hit=row[1], blocks_loaded=row[2],
-                working_set_blocks=row[3], working_set_slots=row[4],
-            )  # fmt: skip
-            self._loaded[request_id] += row[2] * self.layout.piece_bytes
-        if outputs.selected is None:
-            return stats, {}
-        selected = np.asarray(outputs.selected)
-        return stats, {request_id: selected[:, index] for index, request_id in enumerate(request_ids)}
+        stats: dict[str, DecodeStats] = {}
+        selected: dict[str, np.ndarray] = {}
+        if not self.layout.num_sparse_layers:
+            return stats, selected
+        for sequences, outputs in decoded:
+            chosen = None if outputs.selected is None else np.asarray(outputs.selected)
+            for index, (sequence, row) in enumerate(zip(sequences, np.asarray(outputs.stats).tolist(), strict=False)):
+                stats[sequence.request_id] = DecodeStats(
+                    blocks_selected=row[0], blocks_hit=row[1], blocks_loaded=row[2],
+                    working_set_blocks=row[3], working_set_slots=row[4],
+                )  # fmt: skip
+                self._loaded[sequence.request_id] += row[2] * self.layout.piece_bytes
+                if chosen is not None:
+                    selected[sequence.request_id] = chosen[:, index]
+        return stats, selected
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
