@@ -178,7 +178,7 @@ class PrefillPlanner:
             left = max(0, left - cost)
             group.position += 1
             last = segments[-1] if segments else None
-            if last and last.items == unit.items and last.layer_end == unit.layer_start:
+            if last and last.items == unit.items:  # the same call again: its next layer
                 segments[-1] = dataclasses.replace(last, layer_end=unit.layer_end)
             else:
                 segments.append(unit)
