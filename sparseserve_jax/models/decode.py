@@ -145,8 +145,11 @@ def _select(spec: StepSpec, inputs: DecodeInputs, digests: Array, q: Array) -> t
         ids = jnp.arange(max_blocks)[None, None, :]
         everything = jnp.where(ids < num_blocks[:, None, None], ids, -1)
         return jnp.broadcast_to(everything, (q.shape[0], num_kv_heads, max_blocks)), None
+    # The newest block is chosen anyway, and when it has just begun its digest is still that of the block id's last owner:
+    # it must not take part in the softmax over scores.
+    num_scored = jnp.maximum(num_blocks - 1, 0)
     scores = spec.kernels.score_blocks(
-        q, digests, inputs.block_tables, num_blocks, scale=spec.scale, per_query_head=spec.per_query_head
+        q, digests, inputs.block_tables, num_scored, scale=spec.scale, per_query_head=spec.per_query_head
     )
     selected = spec.kernels.select_blocks(
         scores, num_blocks,

@@ -211,6 +211,7 @@ class ModelRunner:
         row, layout = sequence.row, self.layout
         kept = self._common_slots(row, grant)
         if sequence.has_grant and kept < self._tables.num_slots[row]:
+            self._save_partial([sequence])  # a slot that goes may be the only one with the newest block
             self._forget(row, kept, history=False)
         self._tables.grant(row, grant)
         if not sequence.has_grant and layout.num_dense_layers:
@@ -241,11 +242,15 @@ class ModelRunner:
 
     def _park(self, request_ids: tuple[str, ...]) -> None:
         sequences = [self._sequences[r] for r in request_ids]
-        self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size and s.num_generated > 1])
+        self._save_partial(sequences)
         for sequence in sequences:
             self._tables.withdraw(sequence.row)
             self._forget(sequence.row, 0, history=False)
             sequence.has_grant = False
+
+    def _save_partial(self, sequences: list[Sequence]) -> None:
+        """Saves newest blocks that are not full, which so far only the device has."""
+        self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size])
 
     def _save_newest(self, sequences: list[Sequence]) -> None:
         """Writes the newest block of each through to the host tier."""
