@@ -28,7 +28,9 @@ def host_sharding(device: jax.Device) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=PINNED_HOST)
 
 
-def allocate_host_pools(num_layers: int, shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> tuple[Array, ...]:
+def allocate_host_pools(
+    num_layers: int, shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device
+) -> tuple[Array, ...]:
     """One zeroed pool a layer in pinned host memory: allocated once, at start, and only ever updated in place.
 
     `out_shardings` alone would place the array but leave its type in device memory, and the next jit would refuse to
@@ -43,8 +45,8 @@ def allocate_host_pools(num_layers: int, shape: tuple[int, ...], dtype: jnp.dtyp
     return tuple(make_pool() for _ in range(num_layers))
 
 
-def to_device(arrays: Sequence[np.ndarray]) -> tuple[Array, ...]:
-    """Copies small host inputs to the device in one call.
+def to_device(arrays: Sequence[np.ndarray | np.generic]) -> tuple[Array, ...]:
+    """Copies small host inputs (arrays and NumPy scalars) to the device in one call.
 
     The arrays must be fresh: on the CPU backend the device array may alias them, so later writes would show through.
     """

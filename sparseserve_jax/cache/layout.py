@@ -32,7 +32,8 @@ class KVLayout:
 
     Attributes:
         num_dense_layers: layers that attend to everything (all of them when no budget is set).
-        selection_blocks: blocks of one selection per KV head (budget; union over the query group for per-query-head).
+        selection_blocks: blocks of one selection per KV head (budget; union over the query group for per-query-head);
+            0 without a sparse layer.
         num_blocks: blocks of the tier that holds every sequence whole (host tier if tiered, else the only pool).
         num_slots: device slots of the sparse layers (tiered), else 0.
         num_dense_blocks: device blocks of the dense layers (tiered), else 0.
@@ -65,6 +66,7 @@ class KVLayout:
 
     @property
     def num_sparse_layers(self) -> int:
+        """Layers that select blocks."""
         return self.num_layers - self.num_dense_layers
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -126,7 +128,7 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
         layer_digest_bytes=shape.num_kv_heads * 2 * shape.head_dim * itemsize,
         num_dense_layers=dense,
         num_sparse_layers=shape.num_layers - dense,
-        selection_blocks=0 if budget is None else min(budget * group, max_blocks),
+        selection_blocks=0 if budget is None or dense == shape.num_layers else min(budget * group, max_blocks),
         max_blocks=max_blocks,
     )
 
@@ -139,9 +141,9 @@ def _plan_unified(config: EngineConfig, shape: KVShape, max_model_len: int, avai
     if num_blocks < sizes.max_blocks:
         if config.max_model_len is not None or num_blocks < 1:
             raise ValueError(
-                f"device_kv_bytes={budget} holds {max(0, num_blocks)} KV blocks of {config.block_size} tokens, but one sequence of "
-                f"max_model_len={max_model_len} needs {sizes.max_blocks}; raise device_kv_bytes to at least "
-                f"{(sizes.max_blocks + 1) * per_block} or lower max_model_len"
+                f"device_kv_bytes={budget} holds {max(0, num_blocks)} KV blocks of {config.block_size} tokens, but one "
+                f"sequence of max_model_len={max_model_len} needs {sizes.max_blocks}; raise device_kv_bytes to at "
+                f"least {(sizes.max_blocks + 1) * per_block} or lower max_model_len"
             )
         max_model_len = num_blocks * config.block_size
         sizes = _sizes(config, shape, max_model_len)
@@ -161,8 +163,8 @@ def _plan_tiered(
     num_blocks = min(host_budget // host_block_bytes - 1, config.max_num_seqs * sizes.max_blocks)
     if num_blocks < 1 or (config.max_model_len is not None and num_blocks < sizes.max_blocks):
         raise ValueError(
-            f"host_kv_bytes={host_budget} holds {max(0, num_blocks)} KV blocks of {config.block_size} tokens, but one sequence of "
-            f"max_model_len={max_model_len} needs {sizes.max_blocks}; raise host_kv_bytes to at least "
+            f"host_kv_bytes={host_budget} holds {max(0, num_blocks)} KV blocks of {config.block_size} tokens, but one "
+            f"sequence of max_model_len={max_model_len} needs {sizes.max_blocks}; raise host_kv_bytes to at least "
             f"{(sizes.max_blocks + 1) * host_block_bytes} or lower max_model_len"
         )
     if num_blocks < sizes.max_blocks:
@@ -181,10 +183,11 @@ def _plan_tiered(
     room = (budget - fixed) // sizes.layer_block_bytes  # (layer, block) units left for slots and dense blocks
     if room < smallest:
         raise ValueError(
-            f"device_kv_bytes={budget} is smaller than one working set: one sequence of max_model_len={max_model_len} needs "
-            f"{fixed + smallest * sizes.layer_block_bytes} bytes ({sizes.selection_blocks} slots x {sizes.num_sparse_layers} "
-            f"sparse layers, {sizes.max_blocks} blocks x {sizes.num_dense_layers} dense layers, {fixed} bytes of digests "
-            "and prefill staging); raise device_kv_bytes, or lower max_model_len, sparse_budget_tokens or num_dense_layers"
+            f"device_kv_bytes={budget} is smaller than one working set at max_model_len={max_model_len}: "
+            f"{sizes.selection_blocks} slots x {sizes.num_sparse_layers} sparse layers, {sizes.max_blocks} blocks x "
+            f"{sizes.num_dense_layers} dense layers, {fixed} bytes of digests (of {num_blocks} host blocks), prefill "
+            f"staging and null blocks; raise device_kv_bytes to at least {fixed + smallest * sizes.layer_block_bytes}, "
+            "or lower max_model_len, sparse_budget_tokens, num_dense_layers or host_kv_bytes"
         )
     num_slots, num_dense_blocks = _split_room(config, sizes, room, max_grant)
     used = sizes.num_sparse_layers * num_slots + sizes.num_dense_layers * num_dense_blocks
