@@ -43,7 +43,7 @@ class DecodeInputs:
     block_tables: Int[Array, "num_seqs max_blocks"]
     slot_tables: Int[Array, "num_seqs max_slots"]
     num_slots: Int[Array, "num_seqs"]
-    dense_tables: Int[Array, "num_seqs max_blocks"]
+    dense_tables: Int[Array, "num_seqs max_dense_blocks"]
 
 
 @jax.tree_util.register_dataclass

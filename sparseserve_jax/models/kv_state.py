@@ -71,9 +71,9 @@ class KVState:
             Rows of both tables are the scheduler's; the last row is for padding.
     """
 
-    pools: tuple[Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"], ...]
+    pools: tuple[Num[Array, "_ num_kv_heads 2 block_size head_dim"], ...]
     digests: tuple[Num[Array, "num_blocks num_kv_heads 2 head_dim"], ...]
-    resident: tuple[Int[Array, "num_rows num_kv_heads num_slots"], ...]
+    resident: tuple[Int[Array, "num_rows num_kv_heads max_slots"], ...]
     last_selected: tuple[Int[Array, "num_rows num_kv_heads max_blocks"], ...]
 
 

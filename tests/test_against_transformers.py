@@ -1,0 +1,84 @@
+"""The embedded model in float32 against `transformers`, the independent implementation: logits and greedy tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
+from sparseserve_jax.checkpoint.convert import convert
+from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.models.llama import unembed
+from sparseserve_jax.plan import Admission, PrefillItem, PrefillSegment, StepPlan
+from sparseserve_jax.runner.sequences import Sequence
+from tests.real_text import real_text
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+PROMPT_TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reference") / "model"
+    convert(open_checkpoint(None), directory, format="huggingface", dtype="float32")
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    config = EngineConfig(dtype="float32", sparse_budget_tokens=None, max_model_len=PROMPT_TOKENS + 64, max_num_seqs=8)
+    return Engine(config=config)
+
+
+def test_dense_logits_at_every_position(reference, engine):
+    token_ids = np.asarray(engine.tokenizer.encode(real_text())[:PROMPT_TOKENS], np.int32)
+    assert len(token_ids) == PROMPT_TOKENS
+    hidden = hidden_states(engine, token_ids)
+    with torch.no_grad():
+        expected = reference.model(torch.tensor(token_ids[None].astype(np.int64))).last_hidden_state[0]
+    logits = jax.jit(lambda params, rows: unembed(engine.model_config, params, rows))
+    worst = 0.0
+    for start in range(0, PROMPT_TOKENS, 512):
+        ours = np.asarray(logits(engine.runner.params, hidden[start : start + 512]))
+        with torch.no_grad():
+            theirs = reference.lm_head(expected[start : start + 512]).numpy()
+        worst = max(worst, float(np.abs(ours - theirs).max()))
+    print(f"largest difference of logits over {PROMPT_TOKENS} positions: {worst:.2e}")
+    assert worst <= 1e-3
+
+
+def hidden_states(engine: Engine, token_ids: np.ndarray) -> jax.Array:
+    """The last layer's output for every token, through the runner's own prefill, chunk by chunk."""
+    runner, num_layers = engine.runner, engine.layout.num_layers
+    runner.add_sequence(Sequence("probe", token_ids, SamplingParams(temperature=0), (0, 0)))
+    blocks = tuple(range(1, 1 + engine.layout.blocks_for(len(token_ids))))
+    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="probe", row=0, block_ids=blocks),)))
+    chunks = [(start, min(start + 2048, len(token_ids))) for start in range(0, len(token_ids), 2048)]
+    rows = []
+    for start, end in chunks:
+        item = PrefillItem(request_id="probe", start=start, end=end)
+        runner.execute(StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=num_layers - 1),)))
+        call = runner._calls["probe", start]
+        runner._prefill_layer(call, num_layers - 1)
+        rows.append(call.hidden[: end - start])
+    runner.execute(StepPlan(step=0, finished=("probe",)))
+    return jnp.concatenate(rows)
+
+
+def test_greedy_tokens(reference, engine):
+    """64 greedy tokens of 20 prompts of real text."""
+    token_ids = engine.tokenizer.encode(real_text())
+    prompts = [token_ids[start : start + 60 + 9 * index] for index, start in enumerate(range(0, 20 * 700, 700))]
+    assert all(len(prompt) >= 60 for prompt in prompts)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = engine.generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        # If the reference's best token after each of our tokens is our next one, its greedy tokens are ours.
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + output.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+        assert len(output.token_ids) == 64
+        assert output.token_ids == logits.argmax(-1).tolist()
