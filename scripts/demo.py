@@ -44,10 +44,10 @@ QUESTIONS = (
     Question("try", 1200, "What is a finally clause for? Answer in one sentence."),
     Question("execmodel", 1500, "What is a block, according to this text? Answer in one sentence."),
     Question("import", 1800, "What are the two steps of an import statement? Answer in one sentence."),
-    Question("typesseq", 2000, "Which sequence types are mutable? Answer in one sentence."),
+    Question("customization", 2000, "When is the method __init__ called? Answer in one sentence."),
     Question("formatstrings", 2500, depth=0.3),
     Question("debugger", 3000, "What is pdb? Answer in one sentence."),
-    Question("specialnames", 4600, depth=0.3),
+    Question("typesseq", 4600, depth=0.3),
 )
 MAX_TOKENS = 32
 TEMPLATE_TOKENS = 96

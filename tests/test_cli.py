@@ -204,3 +204,11 @@ def test_info_of_the_embedded_model() -> None:
     assert facts["model"].startswith("SmolLM2-135M-Instruct")
     assert facts["layout"]["max_model_len"] == 512
     assert facts["device_kv_bytes"] == facts["layout"]["device_bytes"]
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    for field in dataclasses.fields(EngineConfig):
+        assert f"| `{field.name}` |" in text
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{field.name}` |"))
+        assert f"| `{field.default}` |" in line, f"docs/configuration.md has another default of {field.name}"
