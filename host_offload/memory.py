@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,15 @@ def to_device(arrays: Sequence[np.ndarray | np.generic]) -> tuple[Array, ...]:
     The arrays must be fresh: on the CPU backend the device array may alias them, so later writes would show through.
     """
     return tuple(jax.device_put(list(arrays)))
+
+
+def commit(tree: Any, device: jax.Device) -> Any:
+    """The same arrays, bound to `device` (nothing is copied).
+
+    Host pools are bound to it, so what a program returns that reads them is bound, too; arrays that begin unbound would
+    make every such program compile twice.
+    """
+    return jax.device_put(tree, device)
 
 
 def physical_memory_bytes(device: jax.Device) -> tuple[int, int]:

@@ -15,7 +15,9 @@ from pallas_kernels.storage import from_storage, to_storage
 
 NEG_INF = -1e30
 """Finite, so that a fully masked row gives zeros instead of NaN."""
-DECODE_CHUNK_BLOCKS = 64
+DECODE_CHUNK_TOKENS = 256
+"""Keys of one step of `decode_attention`: small, so that short contexts cost little (on the CPU 8x less than 2,048 at
+5 blocks) and a chunk stays in cache (1.2x faster also at 64 blocks)."""
 PREFILL_TILE = 128
 """Query tokens of one tile of `prefill_attention`; every prompt in a packed call starts on a tile."""
 PREFILL_KEY_TOKENS = 512
@@ -235,12 +237,12 @@ def decode_attention(
 ) -> Float[Array, "num_seqs num_q_heads head_dim"]:
     """One query token a sequence over the given blocks, whose first `num_valid` tokens count (0 = skip the block).
 
-    Flash-style over chunks of 64 blocks, as many as the batch needs; a row with nothing to attend to gives zeros.
+    Flash-style over chunks of DECODE_CHUNK_TOKENS, as many as the batch needs; a row with nothing to attend to gives zeros.
     """
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[1], pool.shape[3]
     group = num_q_heads // num_kv_heads
-    chunk = min(DECODE_CHUNK_BLOCKS, block_ids.shape[-1])
+    chunk = min(DECODE_CHUNK_TOKENS // block_size, block_ids.shape[-1])
     pad = -block_ids.shape[-1] % chunk
     block_ids = jnp.pad(block_ids, ((0, 0), (0, 0), (0, pad)))
     num_valid = jnp.pad(num_valid, ((0, 0), (0, 0), (0, pad)))

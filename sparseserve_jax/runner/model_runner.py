@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from host_offload.memory import allocate_host_pools, to_device
+from host_offload.memory import allocate_host_pools, commit, to_device
 from pallas_kernels.api import Kernels
 from pallas_kernels.storage import storage_dtype
 from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
-from sparseserve_jax.models.kv_state import KVState, allocate_kv_state, make_spec, pool_shape
+from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.llama import embed
 from sparseserve_jax.models.prefill import prefill_layer, prefill_logits
 from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, StepPlan
@@ -61,7 +61,7 @@ class ModelRunner:
     def __init__(
         self, params: Any, model: ModelConfig, config: EngineConfig, layout: KVLayout, kernels: Kernels, device: jax.Device
     ) -> None:
-        self.layout, self.config, self.params = layout, config, params
+        self.layout, self.config, self.params = layout, config, commit(params, device)
         self.spec = make_spec(config, model, layout, kernels)
         self._host_pools: tuple[Array, ...] = ()
         self._staging: Array | None = None
@@ -69,8 +69,8 @@ class ModelRunner:
             stored = storage_dtype(jnp.dtype(config.dtype), device.platform)
             shape = pool_shape(layout, layout.num_blocks)
             self._host_pools = allocate_host_pools(layout.num_layers, shape, stored, device)
-            self._staging = jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored)
-        self._state = allocate_kv_state(layout, config.dtype, device.platform)
+            self._staging = commit(jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored), device)
+        self._state = commit(allocate_kv_state(layout, config.dtype, device.platform), device)
         self._staged: tuple[str, int, int] | None = None  # request, layer, tokens that the staging buffer holds
         self._tables = SequenceTables(layout)
         self._sequences: dict[str, Sequence] = {}
@@ -79,7 +79,7 @@ class ModelRunner:
         self._table_buckets = buckets.table_buckets(layout.max_blocks_per_seq, deterministic=config.deterministic)
         self._token_buckets = buckets.prefill_token_buckets(config.max_num_batched_tokens)
         self._copy_buckets = buckets.copy_buckets(layout.max_blocks_per_seq)
-        self._sampler = TokenSampler(model.vocab_size, model.eos_token_ids, layout.max_num_seqs)
+        self._sampler = TokenSampler(model.vocab_size, model.eos_token_ids, layout.max_num_seqs, device)
         self._loaded: collections.Counter[str] = collections.Counter()
         self._saved: collections.Counter[str] = collections.Counter()
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from host_offload.memory import commit
 from sparseserve_jax.request import TokenLogprob
 from sparseserve_jax.runner.sequences import Sequence
 from sparseserve_jax.sampling.batch import SamplingRow, build_batch, uses_penalties
@@ -54,8 +55,11 @@ class PendingTokens:
 class TokenSampler:
     """Samples one token for each of some sequences from a (padded) batch of logits."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], max_num_seqs: int) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: tuple[int, ...], max_num_seqs: int, device: jax.Device
+    ) -> None:
         self._vocab_size, self._eos, self._num_rows = vocab_size, eos_token_ids, max_num_seqs
+        self._device = device
         self._penalties: PenaltyState | None = None
 
     def sample(self, sequences: list[Sequence], logits: Array) -> PendingTokens:
@@ -80,6 +84,6 @@ class TokenSampler:
 
     def _enter(self, sequence: Sequence) -> None:
         if self._penalties is None:
-            self._penalties = allocate_penalty_state(self._num_rows, self._vocab_size)
+            self._penalties = commit(allocate_penalty_state(self._num_rows, self._vocab_size), self._device)
         counts = count_tokens(sequence.prompt_token_ids, (), self._vocab_size)
         self._penalties = set_row(self._penalties, np.int32(sequence.row), *counts)
