@@ -51,7 +51,9 @@ def append_tokens(
     """Writes one token a sequence (decode) at `offsets` of its newest block, which may differ by head."""
     kv = to_storage(jnp.stack([k, v], axis=2), pool.dtype)  # [num_seqs, num_kv_heads, 2, head_dim]
     heads = jnp.arange(pool.shape[1])[None, :, None]
-    return pool.at[block_ids[:, :, None], heads, jnp.arange(2)[None, None, :], offsets[:, None, None]].set(kv, mode="drop")
+    return pool.at[block_ids[:, :, None], heads, jnp.arange(2)[None, None, :], offsets[:, None, None]].set(
+        kv, mode="drop"
+    )
 
 
 def gather_halves(
@@ -237,7 +239,8 @@ def decode_attention(
 ) -> Float[Array, "num_seqs num_q_heads head_dim"]:
     """One query token a sequence over the given blocks, whose first `num_valid` tokens count (0 = skip the block).
 
-    Flash-style over chunks of DECODE_CHUNK_TOKENS, as many as the batch needs; a row with nothing to attend to gives zeros.
+    Flash-style over chunks of DECODE_CHUNK_TOKENS, as many as the batch needs. A row with nothing to attend to gives
+    zeros.
     """
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[1], pool.shape[3]

@@ -6,7 +6,7 @@ import numbers
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
 import numpy as np
 import rich.console
@@ -75,8 +75,8 @@ def as_requests(requests: Requests) -> list[Request]:
     if isinstance(requests, Request):
         return [requests]
     if isinstance(requests, str) or _is_one_prompt(requests):
-        return [Request(prompt=requests)]
-    return [item if isinstance(item, Request) else Request(prompt=item) for item in requests]
+        return [Request(prompt=cast(Prompt, requests))]
+    return [item if isinstance(item, Request) else Request(prompt=cast(Prompt, item)) for item in requests]
 
 
 def _is_one_prompt(requests: object) -> bool:

@@ -15,7 +15,7 @@ def use_compilation_cache(directory: str | None) -> Path | None:
     """
     if directory == "":
         return None
-    current = jax.config.jax_compilation_cache_dir
+    current = jax.config.values["jax_compilation_cache_dir"]
     if directory is None and current:
         return Path(current)
     path = Path(directory) if directory else _user_cache() / "sparseserve-jax" / "xla"

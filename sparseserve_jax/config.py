@@ -110,8 +110,9 @@ class EngineConfig:
             smallest = (self.num_sink_blocks + self.num_newest_blocks + 1) * self.block_size
             if self.sparse_budget_tokens % self.block_size or self.sparse_budget_tokens < smallest:
                 raise ValueError(
-                    f"sparse_budget_tokens={self.sparse_budget_tokens} must be a multiple of block_size={self.block_size} "
-                    f"and at least {smallest} (sink, newest and one chosen block); use None for dense attention"
+                    f"sparse_budget_tokens={self.sparse_budget_tokens} must be a multiple of block_size="
+                    f"{self.block_size} and at least {smallest} (sink, newest and one chosen block); use None for "
+                    "dense attention"
                 )
 
     @property

@@ -244,9 +244,7 @@ class Engine:
             return rendered, self.tokenizer.encode_chat(rendered)
         if isinstance(prompt, (Sequence, np.ndarray)):
             return None, list(prompt)
-        raise RequestError(
-            f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt"
-        )
+        raise RequestError(f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt")
 
     def _queue(self, prepared: _Prepared) -> str:
         request, params = prepared.request, prepared.sampling

@@ -58,9 +58,9 @@ class EngineInfo:
         if c.sparse_budget_tokens is None:
             return "dense in every layer (sparse_budget_tokens=None)"
         return (
-            f"budget {c.sparse_budget_tokens} tokens = {c.sparse_budget_blocks} blocks of {kv.block_size}, {c.selection} "
-            f"per {c.selection_granularity.replace('_', ' ')}, {c.num_sink_blocks} sink + {c.num_newest_blocks} newest; "
-            f"dense layers: {kv.num_dense_layers} of {kv.num_layers}"
+            f"budget {c.sparse_budget_tokens} tokens = {c.sparse_budget_blocks} blocks of {kv.block_size}, "
+            f"{c.selection} per {c.selection_granularity.replace('_', ' ')}, {c.num_sink_blocks} sink + "
+            f"{c.num_newest_blocks} newest; dense layers: {kv.num_dense_layers} of {kv.num_layers}"
         )
 
     def _prefill(self) -> str:
@@ -75,7 +75,8 @@ class EngineInfo:
             return f"one pool of {kv.num_blocks} blocks x {kv.num_layers} layers"
         return (
             f"{kv.num_slots} slots x {kv.num_sparse_layers} sparse layers, {kv.num_dense_blocks} blocks x "
-            f"{kv.num_dense_layers} dense layers, digests of {kv.num_blocks} blocks, {kv.num_staging_blocks} staging blocks"
+            f"{kv.num_dense_layers} dense layers, digests of {kv.num_blocks} blocks, {kv.num_staging_blocks} staging "
+            "blocks"
         )
 
     def _host(self) -> str:

@@ -37,6 +37,7 @@ class PrefillSegment:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt tokens of all items."""
         return sum(item.end - item.start for item in self.items)
 
 
@@ -75,6 +76,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to carry out."""
         return not (self.finished or self.parks or self.admissions or self.grants or self.decode or self.prefill)
 
 

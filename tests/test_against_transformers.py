@@ -64,7 +64,9 @@ def hidden_states(engine: Engine, token_ids: np.ndarray) -> jax.Array:
     rows = []
     for start, end in chunks:
         item = PrefillItem(request_id="probe", start=start, end=end)
-        runner.execute(StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=num_layers - 1),)))
+        runner.execute(
+            StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=num_layers - 1),))
+        )
         call = runner._calls["probe", start]
         runner._prefill_layer(call, num_layers - 1)
         rows.append(call.hidden[: end - start])

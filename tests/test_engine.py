@@ -157,10 +157,11 @@ def test_bad_requests_are_refused_by_name(engine, prompt, params, message):
 
 
 def test_a_request_that_just_fits(engine):
-    outputs = engine.generate(
-        [Request(prompt=random_prompt(n, n), sampling=SamplingParams(temperature=0, max_tokens=512 - n, ignore_eos=True))
-         for n in (511, 500)]
-    )  # fmt: skip
+    def filling(n: int) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=512 - n, ignore_eos=True)
+        return Request(prompt=random_prompt(n, n), sampling=params)
+
+    outputs = engine.generate([filling(511), filling(500)])
     assert [len(output.token_ids) for output in outputs] == [1, 12]
     unlimited = Request(prompt=random_prompt(500, 0), sampling=SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(engine.generate([unlimited])[0].token_ids) == 12
@@ -177,7 +178,7 @@ def test_one_bad_request_stops_the_whole_call_before_it_begins(engine):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device_kv_bytes": 1000}, "device_kv_bytes=1000 is smaller than one working set.*raise device_kv_bytes to at least"),
+        ({"device_kv_bytes": 1000}, "device_kv_bytes=1000 is smaller than one working set.*raise device_kv_bytes to"),
         ({"host_kv_bytes": 1000}, "host_kv_bytes=1000 holds 0 KV blocks.*raise host_kv_bytes to at least"),
         ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's limit of 2048"),
     ],
@@ -198,7 +199,9 @@ def test_a_prompt_over_the_host_budget_is_refused(model):
 
 
 def test_streams_are_the_text_in_pieces(engine):
-    requests = [Request(prompt=random_prompt(n, n), sampling=SamplingParams(seed=n, max_tokens=30)) for n in (5, 90, 300)]
+    requests = [
+        Request(prompt=random_prompt(n, n), sampling=SamplingParams(seed=n, max_tokens=30)) for n in (5, 90, 300)
+    ]
     whole = engine.generate(requests)
     pieces: dict[str, str] = {}
     for output in engine.stream([dataclasses.replace(r, request_id=str(i)) for i, r in enumerate(requests)]):

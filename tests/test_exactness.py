@@ -53,7 +53,10 @@ def run(engine: Engine, requests: list[Request], at_once: int = 16) -> Run:
             for output in engine.step():
                 last[output.request_id] = output
             for child, request_id in names.items():
-                if len(last.get(request_id, RequestOutput(request_id="", prompt_token_ids=[])).token_ids) == NEW_TOKENS - 1:
+                if (
+                    len(last.get(request_id, RequestOutput(request_id="", prompt_token_ids=[])).token_ids)
+                    == NEW_TOKENS - 1
+                ):
                     sums[request_id] = engine.runner.block_checksums(child)
                     check_resident_blocks(engine, child)
         outputs += [last[request_id] for request_id in ids]
@@ -157,7 +160,9 @@ def test_budget_over_the_context_is_dense(model, requests):
     "changes",
     [
         pytest.param({"prefill": "chunked"}, id="chunked"),
-        pytest.param({"prefill": "chunked", "max_inject_tokens": 4 * 128, "kv_tiers": "tiered"}, id="chunked-tiered-128"),
+        pytest.param(
+            {"prefill": "chunked", "max_inject_tokens": 4 * 128, "kv_tiers": "tiered"}, id="chunked-tiered-128"
+        ),
         pytest.param({"max_inject_tokens": 700}, id="layer-inside-chunks"),
         pytest.param({"max_inject_tokens": 700, "kv_tiers": "tiered"}, id="layer-inside-chunks-tiered"),
         pytest.param({"max_num_batched_tokens": 1024, "deterministic": False}, id="whole-and-packed"),

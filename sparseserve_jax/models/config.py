@@ -44,6 +44,7 @@ class ModelConfig:
 
     @property
     def kv_shape(self) -> KVShape:
+        """What the KV layout depends on."""
         return KVShape(
             num_layers=self.num_layers,
             num_q_heads=self.num_q_heads,
@@ -53,4 +54,5 @@ class ModelConfig:
 
     @property
     def rope_scaling_dict(self) -> Mapping[str, object] | None:
+        """`rope_scaling` as a mapping."""
         return None if self.rope_scaling is None else dict(self.rope_scaling)

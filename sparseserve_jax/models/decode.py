@@ -19,7 +19,7 @@ from pallas_kernels import reference
 from pallas_kernels.reference import gather_halves
 from pallas_kernels.storage import to_storage
 from sparseserve_jax.models.kv_state import KVState, StepSpec
-from sparseserve_jax.models.llama import DecoderLayer, embed, unembed
+from sparseserve_jax.models.llama import embed, run_layer, unembed
 from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
 
 
@@ -78,7 +78,6 @@ def decode_step(
     config, layout = spec.model, spec.layout
     hidden = embed(params, inputs.token_ids)
     cos, sin = rope_cos_sin(jnp.maximum(inputs.positions, 0), *rope_frequencies(config))
-    module = DecoderLayer(config, jnp.dtype(spec.dtype))
     layers = _split(state, layout.num_dense_layers)
     stats = jnp.zeros((hidden.shape[0], 5), jnp.int32)
     recorded = []
@@ -88,7 +87,7 @@ def decode_step(
             attend = functools.partial(_attend_dense, spec, inputs, layer)
         else:
             attend = functools.partial(_attend_sparse, spec, inputs, layer, host_pool)
-        hidden, extra = module.apply({"params": params["layers"][index]}, hidden, cos, sin, attend)
+        hidden, extra = run_layer(config, spec.dtype, params["layers"][index], hidden, cos, sin, attend)
         if extra is not None:
             layer_stats, selected = extra
             sums = stats[:, :4] + layer_stats[:, :4]
@@ -126,7 +125,9 @@ def _attend_sparse(
     if host_pool is None:
         locations, missing = block_ids, jnp.zeros(selected.shape, bool)
     else:
-        locations, missing = _make_resident(spec, inputs, layer, host_pool, selected, history, block_ids, newest, offsets)
+        locations, missing = _make_resident(
+            spec, inputs, layer, host_pool, selected, history, block_ids, newest, offsets
+        )
     is_newest = selected == newest[:, None, None]
     write_to = jnp.where(is_newest, locations, 0).sum(-1)  # one match a head
     layer.pool = kernels.append_tokens(layer.pool, k, v, write_to, offsets)
@@ -145,8 +146,8 @@ def _select(spec: StepSpec, inputs: DecodeInputs, digests: Array, q: Array) -> t
         ids = jnp.arange(max_blocks)[None, None, :]
         everything = jnp.where(ids < num_blocks[:, None, None], ids, -1)
         return jnp.broadcast_to(everything, (q.shape[0], num_kv_heads, max_blocks)), None
-    # The newest block is chosen anyway, and when it has just begun its digest is still that of the block id's last owner:
-    # it must not take part in the softmax over scores.
+    # The newest block is chosen anyway, and when it has just begun its digest is still that of the block id's last
+    # owner: it must not take part in the softmax over scores.
     num_scored = jnp.maximum(num_blocks - 1, 0)
     scores = spec.kernels.score_blocks(
         q, digests, inputs.block_tables, num_scored, scale=spec.scale, per_query_head=spec.per_query_head

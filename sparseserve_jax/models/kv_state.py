@@ -37,6 +37,7 @@ class StepSpec:
 
     @property
     def scale(self) -> float:
+        """Of attention scores: 1 / sqrt(head_dim)."""
         return self.model.head_dim**-0.5
 
 

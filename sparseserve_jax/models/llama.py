@@ -7,7 +7,7 @@ compute dtype, residual and sums are float32. Parameter names follow Hugging Fac
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -28,7 +28,9 @@ def matmul(x: Float[Array, "*rows in_features"], weight: Float[Array, "out_featu
     """
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x.astype(weight.dtype), weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x.astype(weight.dtype), weight, dims, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 class RMSNorm(nn.Module):
@@ -88,10 +90,24 @@ class DecoderLayer(nn.Module):
         out = out.reshape(num_tokens, c.num_q_heads * c.head_dim)
         hidden = hidden + Projection(c.hidden_size, c.attention_bias, self.dtype, name="o_proj")(out)
         x = RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(hidden)
-        gate, up = jnp.split(
-            Projection(2 * c.intermediate_size, c.mlp_bias, self.dtype, name="gate_up_proj")(x), 2, axis=-1
-        )
-        return hidden + Projection(c.hidden_size, c.mlp_bias, self.dtype, name="down_proj")(jax.nn.silu(gate) * up), extra
+        gate_up = Projection(2 * c.intermediate_size, c.mlp_bias, self.dtype, name="gate_up_proj")(x)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        down = Projection(c.hidden_size, c.mlp_bias, self.dtype, name="down_proj")
+        return hidden + down(jax.nn.silu(gate) * up), extra
+
+
+def run_layer(
+    config: ModelConfig,
+    dtype: str,
+    layer_params: Any,
+    hidden: Float[Array, "num_tokens hidden"],
+    cos: Float[Array, "num_tokens head_dim"],
+    sin: Float[Array, "num_tokens head_dim"],
+    attend: Attend,
+) -> tuple[Float[Array, "num_tokens hidden"], Any]:
+    """One `DecoderLayer` with explicit parameters: its output and whatever `attend` returned besides."""
+    layer = DecoderLayer(config, jnp.dtype(dtype))
+    return cast(tuple[Array, Any], layer.apply({"params": layer_params}, hidden, cos, sin, attend))
 
 
 def embed(params: Any, token_ids: Int[Array, "num_tokens"]) -> Float[Array, "num_tokens hidden"]:
@@ -99,7 +115,9 @@ def embed(params: Any, token_ids: Int[Array, "num_tokens"]) -> Float[Array, "num
     return jnp.take(params["embed_tokens"], token_ids, axis=0, mode="clip").astype(jnp.float32)
 
 
-def unembed(config: ModelConfig, params: Any, hidden: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens vocab"]:
+def unembed(
+    config: ModelConfig, params: Any, hidden: Float[Array, "num_tokens hidden"]
+) -> Float[Array, "num_tokens vocab"]:
     """Final norm and logits in float32."""
-    x = RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden)
+    x = cast(Array, RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
     return matmul(x, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])

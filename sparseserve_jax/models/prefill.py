@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import to_storage
 from sparseserve_jax.models.kv_state import StepSpec
-from sparseserve_jax.models.llama import DecoderLayer, unembed
+from sparseserve_jax.models.llama import run_layer, unembed
 from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
 
 
@@ -46,9 +46,7 @@ class PrefillCall:
     tile_tokens: Int[Array, "num_tiles"]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("spec", "single_prompt"), donate_argnames=("hidden", "pool", "digests")
-)
+@functools.partial(jax.jit, static_argnames=("spec", "single_prompt"), donate_argnames=("hidden", "pool", "digests"))
 def prefill_layer(
     layer_params: Any,
     hidden: Float[Array, "num_tokens hidden"],
@@ -89,8 +87,7 @@ def prefill_layer(
         )  # fmt: skip
         return out, (new_pool, new_digests, stored)
 
-    layer = DecoderLayer(config, jnp.dtype(spec.dtype))
-    hidden, (pool, digests, blocks) = layer.apply({"params": layer_params}, hidden, cos, sin, attend)
+    hidden, (pool, digests, blocks) = run_layer(config, spec.dtype, layer_params, hidden, cos, sin, attend)
     return hidden, pool, digests, blocks
 
 

@@ -35,7 +35,9 @@ def _layer(config: ModelConfig, tensor: Callable[[str], np.ndarray], index: int,
         weight = np.concatenate([np.asarray(tensor(f"{prefix}.{name}.weight"), np.float32) for name in names])
         out = {"weight": _matrix(weight, dtype)}
         if bias:
-            out["bias"] = _vector(np.concatenate([np.asarray(tensor(f"{prefix}.{name}.bias"), np.float32) for name in names]))
+            out["bias"] = _vector(
+                np.concatenate([np.asarray(tensor(f"{prefix}.{name}.bias"), np.float32) for name in names])
+            )
         return out
 
     attention = [f"self_attn.{name}_proj" for name in "qkv"]

@@ -59,7 +59,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, params: Any, model: ModelConfig, config: EngineConfig, layout: KVLayout, kernels: Kernels, device: jax.Device
+        self,
+        params: Any,
+        model: ModelConfig,
+        config: EngineConfig,
+        layout: KVLayout,
+        kernels: Kernels,
+        device: jax.Device,
     ) -> None:
         self.layout, self.config, self.params = layout, config, commit(params, device)
         self.spec = make_spec(config, model, layout, kernels)
@@ -103,7 +109,7 @@ class ModelRunner:
         return sum(a.nbytes for a in (*self._state.resident, *self._state.last_selected))
 
     def block_checksums(self, request_id: str) -> list[np.ndarray]:
-        """Per layer, the bytes of the request's full blocks in the tier that holds it whole, summed per block (tests)."""
+        """Per layer the sums of bytes of the request's full blocks, in the tier that holds it whole (tests)."""
         sequence = self._sequences[request_id]
         ids = sequence.block_ids[: sequence.num_computed // self.layout.block_size]
         pools = self._host_pools or self._state.pools
@@ -300,6 +306,7 @@ class ModelRunner:
         rows = np.full(num_seqs, self._tables.padding_row, np.int32)
         tokens, positions = np.zeros(num_seqs, np.int32), np.full(num_seqs, -1, np.int32)
         for index, s in enumerate(sequences):
+            assert s.last_token is not None, "decoding begins when prefill has sampled a token"
             rows[index], tokens[index], positions[index] = s.row, s.last_token, s.num_computed
         return self._run_decode(tokens, positions, rows, width)
 

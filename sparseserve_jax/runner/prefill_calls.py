@@ -56,6 +56,7 @@ class OpenCall:
 
     @property
     def first(self) -> PrefillItem:
+        """The first prompt; it names the call."""
         return self._placed[0].item
 
     def token_ids(self) -> np.ndarray:

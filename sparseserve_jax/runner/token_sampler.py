@@ -55,9 +55,7 @@ class PendingTokens:
 class TokenSampler:
     """Samples one token for each of some sequences from a (padded) batch of logits."""
 
-    def __init__(
-        self, vocab_size: int, eos_token_ids: tuple[int, ...], max_num_seqs: int, device: jax.Device
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], max_num_seqs: int, device: jax.Device) -> None:
         self._vocab_size, self._eos, self._num_rows = vocab_size, eos_token_ids, max_num_seqs
         self._device = device
         self._penalties: PenaltyState | None = None

@@ -11,7 +11,7 @@ import math
 from sparseserve_jax.cache.layout import KVLayout
 
 FIRST_ESTIMATE_SELECTIONS = 2
-"""Before a first decode step: selections that a working set is taken to hold: a guess that the first measured step replaces."""
+"""Selections that a working set is taken to hold before a first decode step: a guess, replaced by the measurement."""
 
 
 class WorkingSetEstimator:
