@@ -47,7 +47,7 @@ QUESTIONS = (
     Question("customization", 2000, "When is the method __init__ called? Answer in one sentence."),
     Question("formatstrings", 2500, depth=0.3),
     Question("debugger", 3000, "What is pdb? Answer in one sentence."),
-    Question("typesseq", 4600, depth=0.3),
+    Question("compound", 7600, depth=0.3),
 )
 MAX_TOKENS = 32
 TEMPLATE_TOKENS = 96

@@ -1,7 +1,7 @@
 """How much attention the selected blocks keep, by digest method and budget, on long prompts of real tasks.
 
-For the last tokens of each prompt, the queries of every layer and head select blocks by the production operations. The
-table gives the share of the dense attention's probability that falls on the selected blocks ("mass") and the relative
+The reference answer follows the prompt, and the queries of the last tokens, which are those of decoding, select blocks in
+every layer and head by the production operations. The table gives the share of the dense attention's probability that falls on the selected blocks ("mass") and the relative
 error of the attention output ("error"), means over sparse layers, query heads, queries and prompts. "oracle" selects by
 the true mass per KV head; "newest" takes the sink and the newest blocks only.
 
@@ -29,7 +29,7 @@ import rich.table
 import typer
 
 from pallas_kernels.api import Kernels, get_kernels
-from pallas_kernels.reference import PREFILL_TILE
+from pallas_kernels.reference import PREFILL_TILE, union_over_group
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import SELECTION_METHODS
 from sparseserve_jax.models.config import ModelConfig
@@ -140,27 +140,45 @@ def _quality(
     probs = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     mass = probs.reshape(*probs.shape[:3], -1, block_size).sum(-1)  # [queries, heads, group, blocks]
 
+    every = jnp.broadcast_to(jnp.arange(table.shape[1]), (len(q), num_heads, table.shape[1]))
+    dense = kernels.decode_attention(q, pool, every + 1, _counts(every, positions, block_size), None, scale=scale)
+
     def result(selected: jax.Array) -> jax.Array:
-        counts = jnp.clip(positions[:, None, None] + 1 - selected * block_size, 0, block_size)
-        counts = jnp.where(selected >= 0, counts, 0)
-        sparse = kernels.decode_attention(q, pool, jnp.maximum(selected, 0) + 1, counts, None, scale=scale)
-        every = jnp.broadcast_to(jnp.arange(table.shape[1]), (len(q), num_heads, table.shape[1]))
-        all_counts = jnp.clip(positions[:, None, None] + 1 - every * block_size, 0, block_size)
-        dense = kernels.decode_attention(q, pool, every + 1, all_counts, None, scale=scale)
+        """Of a selection per KV head or per query head."""
+        mask = None
+        chosen = selected
+        if selected.shape[1] != num_heads:
+            num_union = min(table.shape[1], selected.shape[2] * selected.shape[1] // num_heads)
+            chosen, mask = union_over_group(
+                selected, num_kv_heads=num_heads, max_blocks=table.shape[1], num_union=num_union
+            )
+        counts = _counts(chosen, positions, block_size)
+        sparse = kernels.decode_attention(q, pool, jnp.maximum(chosen, 0) + 1, counts, mask, scale=scale)
         error = jnp.linalg.norm(sparse - dense, axis=-1) / jnp.linalg.norm(dense, axis=-1)
-        kept = jnp.where(selected[:, :, None] >= 0, jnp.take_along_axis(mass, selected[:, :, None], axis=3), 0).sum(-1)
+        heads = selected.reshape(len(q), num_heads, -1, selected.shape[2])  # broadcasts over the group if per KV head
+        kept = jnp.take_along_axis(mass, jnp.broadcast_to(heads, (*mass.shape[:3], heads.shape[3])), axis=3)
+        kept = jnp.where(heads >= 0, kept, 0).sum(-1)
         return jnp.stack([kept.mean(), error.mean()])
 
     ranked = {"oracle": mass.mean(2), "newest": jnp.broadcast_to(jnp.arange(table.shape[1]), mass.mean(2).shape)}
     for method in SELECTION_METHODS:
         digests = kernels.block_digests(pool[:, :, 0], jnp.full(pool.shape[0], block_size), method=method)
-        ranked[method] = kernels.score_blocks(q, digests, table, num_blocks - 1, scale=scale, per_query_head=False)
+        for per_query_head, name in ((False, method), (True, f"{method}, per query head")):
+            ranked[name] = kernels.score_blocks(
+                q, digests, table, num_blocks - 1, scale=scale, per_query_head=per_query_head
+            )
     select = functools.partial(kernels.select_blocks, num_sink_blocks=NUM_SINK, num_newest_blocks=NUM_NEWEST)
     return {
         (budget, method): result(select(values, num_blocks, num_selected=budget // block_size))
         for budget in budgets
         for method, values in ranked.items()
     }
+
+
+def _counts(blocks: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
+    """Tokens of each block that the query sees."""
+    counts = jnp.clip(positions[:, None, None] + 1 - blocks * block_size, 0, block_size)
+    return jnp.where(blocks >= 0, counts, 0)
 
 
 def _prompts(
@@ -177,12 +195,15 @@ def _prompts(
         found = 0
         with (data / f"{task}.jsonl").open(encoding="utf-8") as lines:
             for line in lines:
-                token_ids = tokenizer.encode(templates[task].format(**json.loads(line)))
+                row = json.loads(line)
+                token_ids = tokenizer.encode(templates[task].format(**row))
+                answer = tokenizer.encode(" " + row["answers"][0])[:NUM_QUERIES]
+                room = max_tokens - len(answer)
                 if len(token_ids) < min_tokens:
                     continue
-                if len(token_ids) > max_tokens:  # LongBench: the middle goes
-                    token_ids = token_ids[: max_tokens // 2] + token_ids[-(max_tokens - max_tokens // 2) :]
-                yield task, token_ids
+                if len(token_ids) > room:  # LongBench: the middle goes
+                    token_ids = token_ids[: room // 2] + token_ids[-(room - room // 2) :]
+                yield task, token_ids + answer
                 found += 1
                 if found == rows:
                     break
@@ -192,13 +213,13 @@ def _prompts(
 
 def _show(table: dict[tuple[int, str], tuple[float, float]]) -> None:
     shown = rich.table.Table(title="attention mass kept / relative output error")
-    methods = ["oracle", *SELECTION_METHODS, "newest"]
-    shown.add_column("budget")
-    for method in methods:
-        shown.add_column(method, justify="right")
-    for budget in sorted({budget for budget, _ in table}):
-        cells = [f"{table[budget, m][0]:.3f} / {table[budget, m][1]:.3f}" for m in methods]
-        shown.add_row(str(budget), *cells)
+    budgets = sorted({budget for budget, _ in table})
+    shown.add_column("selection")
+    for budget in budgets:
+        shown.add_column(f"{budget} tokens", justify="right")
+    names = sorted({method for _, method in table}, key=lambda name: -table[budgets[-1], name][0])
+    for name in names:
+        shown.add_row(name, *(f"{table[b, name][0]:.3f} / {table[b, name][1]:.3f}" for b in budgets))
     rich.console.Console().print(shown)
 
 
