@@ -87,21 +87,24 @@ def _decode(engine: Engine, batch: int, context: int, steps: int) -> dict[str, A
     """Milliseconds of a decode step while no prefill runs; the first steps compile and fetch the working sets."""
     warm = 4
     text = _text(engine)
-    params = SamplingParams(temperature=0, max_tokens=steps + warm + 1, ignore_eos=True)
-    for index in range(batch):
-        engine.add_request(Request(prompt=text[index * 300 : index * 300 + context], sampling=params))
+    # the first requests decode while the others are still in prefill: enough tokens that all of them overlap
+    iterations = -(-context * engine.layout.num_layers // (2048 * engine.layout.num_layers)) + 1
+    params = SamplingParams(temperature=0, max_tokens=steps + warm + batch * iterations, ignore_eos=True)
+    prompts = [text[index * 300 : index * 300 + context] for index in range(batch)]
+    ids = [engine.add_request(Request(prompt=prompt, sampling=params)) for prompt in prompts]
     times, loaded, selected = [], 0, 0
-    while engine.has_unfinished():
+    while engine.has_unfinished() and len(times) < steps:
         started = time.perf_counter()
         outputs = engine.step()
         elapsed = time.perf_counter() - started
         everyone = len(outputs) == batch and all(len(o.token_ids) > warm for o in outputs)
-        if everyone and len(times) < steps:
+        if everyone:
             times.append(elapsed * 1e3)
-        for output in outputs:
-            if output.finish_reason is not None:
-                loaded += output.metrics.blocks_loaded
-                selected += output.metrics.blocks_selected
+            loaded = sum(output.metrics.blocks_loaded for output in outputs)
+            selected = sum(output.metrics.blocks_selected for output in outputs)
+    for request_id in ids:
+        engine.abort(request_id)
+    engine.step()
     if not times:
         return {"work": "decode", "batch": batch, "context": context, "ms_per_step": None, "why": "never all at once"}
     return {
