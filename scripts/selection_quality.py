@@ -1,9 +1,10 @@
 """How much attention the selected blocks keep, by digest method and budget, on long prompts of real tasks.
 
-The reference answer follows the prompt, and the queries of the last tokens, which are those of decoding, select blocks in
-every layer and head by the production operations. The table gives the share of the dense attention's probability that falls on the selected blocks ("mass") and the relative
-error of the attention output ("error"), means over sparse layers, query heads, queries and prompts. "oracle" selects by
-the true mass per KV head; "newest" takes the sink and the newest blocks only.
+The reference answer follows the prompt, and the queries of the last tokens, which are those of decoding, select blocks
+in every layer and head by the production operations. The table gives the share of the dense attention's probability
+that falls on the selected blocks ("mass") and the relative error of the attention output ("error"), means over sparse
+layers, query heads, queries and prompts. "oracle" selects by the true mass per KV head; "newest" takes the sink and the
+newest blocks only.
 
     python scripts/selection_quality.py --data LONGBENCH_DIR [--json FILE]
 
