@@ -93,8 +93,17 @@ class EngineConfig:
         _at_least("working_set_window", self.working_set_window, 1)
         _at_least("max_grant_factor", self.max_grant_factor, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 128)
-        if not 0.0 <= self.working_set_margin <= 4.0:
-            raise ValueError(f"working_set_margin={self.working_set_margin} must lie in [0, 4]")
+        _integer("seed", self.seed)
+        for name in ("deterministic", "record_selection"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.compilation_cache_dir, str | None):
+            raise ValueError(
+                f"compilation_cache_dir={self.compilation_cache_dir!r} must be a string, or None for the per-user cache"
+            )
+        margin = self.working_set_margin
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0.0 <= margin <= 4.0:
+            raise ValueError(f"working_set_margin={margin!r} must be a number in [0, 4]")
         if self.max_num_batched_tokens & (self.max_num_batched_tokens - 1):
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be a power of two (prefill calls come in "
@@ -107,6 +116,7 @@ class EngineConfig:
         if self.kv_tiers == "unified" and self.host_kv_bytes is not None:
             raise ValueError("host_kv_bytes needs kv_tiers='tiered'; the unified mode has one pool (device_kv_bytes)")
         if self.sparse_budget_tokens is not None:
+            _integer("sparse_budget_tokens", self.sparse_budget_tokens)
             smallest = (self.num_sink_blocks + self.num_newest_blocks + 1) * self.block_size
             if self.sparse_budget_tokens % self.block_size or self.sparse_budget_tokens < smallest:
                 raise ValueError(
@@ -122,10 +132,20 @@ class EngineConfig:
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    # 32.0 equals 32, but it is no number of tokens.
+    if not isinstance(value, type(allowed[0])) or value not in allowed:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
 
 
+def _integer(name: str, value: object) -> None:
+    if not _is_integer(value):
+        raise ValueError(f"{name}={value!r} must be an integer")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _at_least(name: str, value: int, bound: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+    if not _is_integer(value) or value < bound:
         raise ValueError(f"{name}={value!r} must be an integer of at least {bound}")

@@ -43,6 +43,33 @@ def test_out_of_range(name, value):
         EngineConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("sparse_budget_tokens", 2048.0, "an integer"), ("sparse_budget_tokens", "x", "an integer"),
+        ("sparse_budget_tokens", True, "an integer"), ("sparse_budget_tokens", [2048], "an integer"),
+        ("sparse_budget_tokens", math.nan, "an integer"),
+        ("block_size", 32.0, "16, 32, 64"), ("block_size", True, "16, 32, 64"), ("block_size", None, "16, 32, 64"),
+        ("seed", "x", "an integer"), ("seed", 1.0, "an integer"), ("seed", None, "an integer"),
+        ("seed", True, "an integer"),
+        ("deterministic", "no", "True or False"), ("deterministic", 1, "True or False"),
+        ("deterministic", None, "True or False"), ("record_selection", "yes", "True or False"),
+        ("working_set_margin", True, "a number"), ("working_set_margin", "0.1", "a number"),
+        ("working_set_margin", None, "a number"),
+        ("compilation_cache_dir", 5, "a string"), ("compilation_cache_dir", False, "a string"),
+        ("dtype", ["bfloat16"], "'bfloat16', 'float32'"), ("selection", None, "'cuboid-mean'"),
+    ],
+)  # fmt: skip
+def test_wrong_types(name, value, wanted):
+    with pytest.raises(ValueError, match=f"{name}=.*{wanted}"):
+        EngineConfig(**{name: value})
+
+
+def test_whole_margins_and_any_integer_seed():
+    EngineConfig(working_set_margin=0, seed=-1)
+    EngineConfig(working_set_margin=4, seed=2**70)
+
+
 def test_the_message_names_the_value_and_what_is_allowed():
     with pytest.raises(ValueError, match=r"block_size=8 .* 16, 32, 64"):
         EngineConfig(block_size=8)
