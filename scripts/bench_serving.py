@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -124,7 +125,7 @@ def environment() -> dict[str, Any]:
     return {
         "commit": commit or None, "date": datetime.date.today().isoformat(), "python": platform.python_version(),
         "jax": jax.__version__, "platform": jax.devices()[0].platform, "device": jax.devices()[0].device_kind,
-        "machine": platform.machine(), "cpu": _cpu_name(), "cpus": len(jax.devices("cpu")), "seed": 0,
+        "machine": platform.machine(), "cpu": _cpu_name(), "cpus": os.cpu_count(), "seed": 0,
     }  # fmt: skip
 
 

@@ -161,7 +161,8 @@ def _quality(
         kept = jnp.where(heads >= 0, kept, 0).sum(-1)
         return jnp.stack([kept.mean(), error.mean()])
 
-    ranked = {"oracle": mass.mean(2), "newest": jnp.broadcast_to(jnp.arange(table.shape[1]), mass.mean(2).shape)}
+    age = jnp.arange(table.shape[1], dtype=jnp.float32)
+    ranked = {"oracle": mass.mean(2), "newest": jnp.broadcast_to(age, mass.mean(2).shape)}
     for method in SELECTION_METHODS:
         digests = kernels.block_digests(pool[:, :, 0], jnp.full(pool.shape[0], block_size), method=method)
         for per_query_head, name in ((False, method), (True, f"{method}, per query head")):

@@ -80,6 +80,21 @@ def test_nothing_compiles_after_warm_up(model, engine, compilations, config):
 
 
 def test_a_thousand_requests_with_random_aborts_leave_nothing(engine):
+    soak(engine)
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_on_the_embedded_model():
+    """About ten minutes on two cores."""
+    config = EngineConfig(
+        max_model_len=512, sparse_budget_tokens=128, max_num_seqs=8, kv_tiers="tiered", device_kv_bytes=16 * 2**20,
+        max_num_batched_tokens=512, deterministic=True,
+    )  # fmt: skip
+    soak(Engine(config=config))
+
+
+def soak(engine: Engine) -> None:
+    """1,000 requests, some aborted at any moment: each ends once, nothing is left, and later answers are right."""
     rng = random.Random(0)
     waiting = [
         Request(
