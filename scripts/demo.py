@@ -1,6 +1,6 @@
 """Eight long prompts at once on the embedded model, with room on the device for a quarter of their KV.
 
-The texts are chapters of the Python language reference, which every Python installation carries. Half of the questions
+The texts are chapters of the Python language reference, which every Python installation carries. Two of the questions
 ask for a sentence that was hidden in the text. Run it by `make demo`.
 """
 
@@ -47,7 +47,7 @@ QUESTIONS = (
     Question("customization", 2000, "When is the method __init__ called? Answer in one sentence."),
     Question("formatstrings", 2500, depth=0.3),
     Question("debugger", 3000, "What is pdb? Answer in one sentence."),
-    Question("compound", 7600, depth=0.3),
+    Question("compound", 7600, "What is a with statement for? Answer in one sentence."),
 )
 MAX_TOKENS = 32
 TEMPLATE_TOKENS = 96

@@ -15,6 +15,7 @@ import rich.progress
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
 from sparseserve_jax.request import Prompt, Request, RequestOutput, SamplingParams
+from sparseserve_jax.validation import RequestError
 
 Requests = Prompt | Request | Sequence[Prompt | Request]
 
@@ -74,7 +75,13 @@ def as_requests(requests: Requests) -> list[Request]:
     """One or many prompts in any of their forms as `Request`s."""
     if isinstance(requests, Request):
         return [requests]
-    if isinstance(requests, str) or _is_one_prompt(requests):
+    if isinstance(requests, Mapping) or not isinstance(requests, (str, Sequence, np.ndarray)):
+        raise RequestError(
+            f"requests is a {type(requests).__name__}; give text, token ids, a list of chat messages, a Request, or a "
+            "list of these",
+            "prompt",
+        )
+    if isinstance(requests, (str, bytes, bytearray)) or _is_one_prompt(requests):
         return [Request(prompt=cast(Prompt, requests))]
     return [item if isinstance(item, Request) else Request(prompt=cast(Prompt, item)) for item in requests]
 

@@ -51,6 +51,9 @@ def main() -> None:
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
+MAX_SIZE_DIGITS = 20
+
+
 def parse_bytes(text: str) -> int:
     """A number of bytes: `1048576`, `1MiB`, `1.5G` (K, M, G, T and KiB... are powers of 1024, KB... of 1000).
 
@@ -63,6 +66,8 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a size; give bytes or a number with KiB, MiB, GiB, KB, MB or GB, e.g. 256MiB"
         )
     number, unit = match[1].replace("_", ""), BYTE_UNITS[match[2].lower()]
+    if len(number) > MAX_SIZE_DIGITS:
+        raise ValueError(f"a size of {len(number)} digits is out of range; give at most {MAX_SIZE_DIGITS}")
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64)
+MAX_NUM_SEQS = 4096
 SELECTION_METHODS = ("cuboid-mean", "quest", "mean")
 
 DType = Literal["bfloat16", "float32"]
@@ -90,6 +91,10 @@ class EngineConfig:
         _at_least("num_sink_blocks", self.num_sink_blocks, 0)
         _at_least("num_newest_blocks", self.num_newest_blocks, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ValueError(
+                f"max_num_seqs={self.max_num_seqs} must be at most {MAX_NUM_SEQS}: each sequence has tables"
+            )
         _at_least("working_set_window", self.working_set_window, 1)
         _at_least("max_grant_factor", self.max_grant_factor, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 128)

@@ -95,7 +95,7 @@ class Engine:
             logger.info(line)
         self._processors: dict[str, OutputProcessor] = {}  # by continuation, which scheduler and runner know
         self._children: dict[str, list[str]] = {}  # by request
-        self._ended: list[RequestOutput] = []  # aborted between steps, to be reported by the next
+        self._ended: list[RequestOutput] = []  # to be reported by the next step: aborted, or passed over by a stream
         self._num_requests = 0
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -153,7 +153,8 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Queues requests now and yields a snapshot whenever one grows. All are checked before any is queued.
 
-        Closing the iterator aborts what is unfinished.
+        Closing the iterator aborts what is unfinished. Snapshots of other requests are kept for the next `step`, or the
+        next iterator that they belong to.
 
         Raises:
             RequestError: one of them can never be served; names it by its place. None is queued.
@@ -189,6 +190,8 @@ class Engine:
         defaults = sampling_params or [None] * len(requests)
         prepared = []
         for place, (request, default) in enumerate(zip(requests, defaults, strict=True)):
+            if not isinstance(request, Request):
+                raise RequestError(f"request {place} is a {type(request).__name__}; give Request(prompt=...)", "prompt")
             try:
                 prepared.append(self._prepare(request, default))
             except RequestError as error:
@@ -203,19 +206,22 @@ class Engine:
     def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
         mine = set(ids)
         try:
-            while any(request_id in self._children for request_id in ids) or self._ended:
-                yield from (output for output in self.step() if output.request_id in mine)
+            while any(r in self._children for r in ids) or any(o.request_id in mine for o in self._ended):
+                outputs = self.step()
+                self._ended += [output for output in outputs if output.request_id not in mine]  # for whoever asks next
+                yield from (output for output in outputs if output.request_id in mine)
         finally:
             for request_id in ids:
                 self.abort(request_id)
+            self._ended = [output for output in self._ended if output.request_id not in mine]
             if not self._processors:
-                self._ended.clear()
                 self._release()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, request: Request, default_sampling: SamplingParams | None) -> _Prepared:
         params = request.sampling or default_sampling or SamplingParams()
+        _check_fields(request, params)
         text, token_ids = self._encode(request.prompt)
         params = validate_request(
             token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
@@ -231,7 +237,10 @@ class Engine:
     def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt (chat messages give the rendered template)."""
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            try:
+                return prompt, self.tokenizer.encode(prompt)
+            except ValueError as error:
+                raise RequestError(f"prompt: {error}", "prompt") from error
         if isinstance(prompt, Sequence) and prompt and all(isinstance(part, dict) for part in prompt):
             try:
                 if self._template is None:
@@ -242,13 +251,13 @@ class Engine:
             except ChatTemplateError as error:
                 raise RequestError(str(error), "messages") from error
             return rendered, self.tokenizer.encode_chat(rendered)
-        if isinstance(prompt, (Sequence, np.ndarray)):
+        if isinstance(prompt, (Sequence, np.ndarray)) and not isinstance(prompt, (bytes, bytearray)):
             return None, list(prompt)
         raise RequestError(f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt")
 
     def _queue(self, prepared: _Prepared) -> str:
         request, params = prepared.request, prepared.sampling
-        request_id = request.request_id or f"request-{self._num_requests}"
+        request_id = request.request_id or self._new_id()
         now = self._clock()
         children = [f"{self._num_requests}.{index}" for index in range(params.n)]
         for index, child in enumerate(children):
@@ -263,6 +272,12 @@ class Engine:
         self._children[request_id] = children
         self._num_requests += 1
         return request_id
+
+    def _new_id(self) -> str:
+        number = self._num_requests
+        while f"request-{number}" in self._children:  # a caller's own name
+            number += 1
+        return f"request-{number}"
 
     def _process(self, plan: StepPlan, result: RunnerResult) -> list[RequestOutput]:
         """Gives tokens and figures to the processors, tells the scheduler, and takes snapshots."""
@@ -318,6 +333,16 @@ class Engine:
         if not plan.is_empty:
             self.runner.execute(plan)
             self.scheduler.update(plan, StepResult(step=plan.step, sampled=()))
+
+
+def _check_fields(request: Request, params: SamplingParams) -> None:
+    """Types that nothing later would question."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling is a {type(params).__name__}; give SamplingParams(...)", "sampling")
+    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+        raise RequestError(f"priority={request.priority!r} must be an integer; lower is served first", "priority")
+    if request.request_id is not None and not isinstance(request.request_id, str):
+        raise RequestError(f"request_id={request.request_id!r} must be text, or None to have one made", "request_id")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,6 +213,46 @@ def test_a_prompt_over_the_host_budget_is_refused(model):
         engine.add_request(Request(prompt=random_prompt(limit, 0)))
 
 
+@pytest.mark.parametrize("field", [{"priority": "x"}, {"priority": 1.5}, {"request_id": 5}, {"sampling": {"n": 1}}])
+def test_fields_of_the_wrong_type_do_not_harm_the_engine(engine, field):
+    with pytest.raises(RequestError, match=next(iter(field))):
+        engine.add_request(Request(prompt=[1, 2], **field))
+    with pytest.raises(RequestError, match="request 0 is a str"):
+        engine.add_request("hi")
+    with pytest.raises(RequestError, match="lone surrogate"):
+        engine.add_request(Request(prompt="\ud800"))
+    assert_empty(engine)
+    assert len(engine.generate([Request(prompt=[1, 2], sampling=GREEDY)])) == 1
+
+
+@pytest.mark.parametrize("requests", [{"role": "user", "content": "x"}, 5, None, b"abc"])
+def test_what_is_no_prompt_is_refused(model, requests):
+    with pytest.raises(ValueError, match="give text, token ids"):
+        serve(requests, GREEDY, model=model, config=UNIFIED)
+
+
+def test_names_made_by_the_engine_avoid_those_of_callers(model):
+    engine = Engine(model, UNIFIED)
+    mine = Request(prompt=[1, 2], request_id="request-1", sampling=GREEDY)
+    outputs = engine.generate([mine, Request(prompt=[3, 4], sampling=GREEDY), Request(prompt=[5], sampling=GREEDY)])
+    assert len({output.request_id for output in outputs}) == 3
+
+
+def test_outputs_of_others_are_kept_for_them(engine):
+    prompts = [random_prompt(20 + i, i) for i in range(4)]
+    expected = [engine.generate([Request(prompt=p, sampling=GREEDY)])[0].token_ids for p in prompts]
+    one = engine.stream([Request(prompt=prompts[0], sampling=GREEDY)])
+    two = engine.stream([Request(prompt=prompts[1], sampling=GREEDY)])
+    queued = engine.add_request(Request(prompt=prompts[2], sampling=GREEDY))
+    between = engine.generate([Request(prompt=prompts[3], sampling=GREEDY)])
+    got = [list(one)[-1], list(two)[-1], *between]
+    rest = []
+    while engine.has_unfinished():
+        rest += [output for output in engine.step() if output.request_id == queued]
+    assert [o.token_ids for o in (got[0], got[1], rest[-1], got[2])] == expected
+    assert_empty(engine)
+
+
 def test_streams_are_the_text_in_pieces(engine):
     requests = [
         Request(prompt=random_prompt(n, n), sampling=SamplingParams(seed=n, max_tokens=30)) for n in (5, 90, 300)

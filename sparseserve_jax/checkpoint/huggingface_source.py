@@ -12,9 +12,8 @@ import ml_dtypes  # noqa: F401 (makes numpy know bfloat16, which safetensors ask
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from sparseserve_jax.checkpoint.sidecars import Sidecars, read_json, read_sidecars
-from sparseserve_jax.checkpoint.source import SpecialTokens, check_shapes, describe_source, expected_shapes
-from sparseserve_jax.models.config import ModelConfig
+from sparseserve_jax.checkpoint.sidecars import DirectorySource, read_json, read_sidecars
+from sparseserve_jax.checkpoint.source import check_shapes, describe_source
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,41 +23,15 @@ _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HuggingFaceSource:
+class HuggingFaceSource(DirectorySource):
     """A `CheckpointSource` over `config.json`, `tokenizer.json` and one or several safetensors files.
 
     Opened by `open_huggingface`. The files stay mapped as long as the source lives.
     """
 
-    path: Path
-    sidecars: Sidecars
     files: Mapping[str, Any] = dataclasses.field(repr=False)
     """Tensor name -> opened safetensors file."""
     kind: str
-
-    @property
-    def config(self) -> ModelConfig:
-        """See `CheckpointSource`."""
-        return self.sidecars.config
-
-    @property
-    def tokenizer_json(self) -> str:
-        """See `CheckpointSource`."""
-        return self.sidecars.tokenizer_json
-
-    @property
-    def chat_template(self) -> str | None:
-        """See `CheckpointSource`."""
-        return self.sidecars.chat_template
-
-    @property
-    def special(self) -> SpecialTokens:
-        """See `CheckpointSource`."""
-        return self.sidecars.special
-
-    def tensor_names(self) -> tuple[str, ...]:
-        """See `CheckpointSource`."""
-        return tuple(expected_shapes(self.config))
 
     def tensor(self, name: str) -> np.ndarray:
         """See `CheckpointSource`."""

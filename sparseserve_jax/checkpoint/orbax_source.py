@@ -14,53 +14,25 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from sparseserve_jax.checkpoint.sidecars import Sidecars, read_sidecars, write_sidecars
+from sparseserve_jax.checkpoint.sidecars import DirectorySource, read_sidecars, write_sidecars
 from sparseserve_jax.checkpoint.source import (
     CheckpointSource,
-    SpecialTokens,
     check_shapes,
     describe_source,
     expected_shapes,
 )
-from sparseserve_jax.models.config import ModelConfig
 
 ORBAX_DIR = "orbax"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OrbaxSource:
+class OrbaxSource(DirectorySource):
     """A `CheckpointSource` over a directory that `write_orbax` wrote. Opened by `open_orbax`."""
 
-    path: Path
-    sidecars: Sidecars
     dtypes: tuple[str, ...]
     checkpointer: ocp.Checkpointer = dataclasses.field(default_factory=ocp.PyTreeCheckpointer, repr=False)
     read_ahead: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     """Tensors of the last layer read that were not asked for yet."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """See `CheckpointSource`."""
-        return self.sidecars.config
-
-    @property
-    def tokenizer_json(self) -> str:
-        """See `CheckpointSource`."""
-        return self.sidecars.tokenizer_json
-
-    @property
-    def chat_template(self) -> str | None:
-        """See `CheckpointSource`."""
-        return self.sidecars.chat_template
-
-    @property
-    def special(self) -> SpecialTokens:
-        """See `CheckpointSource`."""
-        return self.sidecars.special
-
-    def tensor_names(self) -> tuple[str, ...]:
-        """See `CheckpointSource`."""
-        return tuple(expected_shapes(self.config))
 
     def tensor(self, name: str) -> np.ndarray:
         """See `CheckpointSource`. Cheap when a layer's tensors are asked for one after another."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseserve_jax.checkpoint.hf_config import config_to_dict, one_or_list, parse_config, token_ids
-from sparseserve_jax.checkpoint.source import CheckpointSource, SpecialTokens
+from sparseserve_jax.checkpoint.source import CheckpointSource, SpecialTokens, expected_shapes
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.text.tokenizer import parse_tokenizer
 
@@ -23,6 +23,38 @@ class Sidecars:
     tokenizer_json: str
     chat_template: str | None
     special: SpecialTokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DirectorySource:
+    """What the sources that are directories share: everything but the tensors."""
+
+    path: Path
+    sidecars: Sidecars
+
+    @property
+    def config(self) -> ModelConfig:
+        """See `CheckpointSource`."""
+        return self.sidecars.config
+
+    @property
+    def tokenizer_json(self) -> str:
+        """See `CheckpointSource`."""
+        return self.sidecars.tokenizer_json
+
+    @property
+    def chat_template(self) -> str | None:
+        """See `CheckpointSource`."""
+        return self.sidecars.chat_template
+
+    @property
+    def special(self) -> SpecialTokens:
+        """See `CheckpointSource`."""
+        return self.sidecars.special
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """See `CheckpointSource`."""
+        return tuple(expected_shapes(self.config))
 
 
 def read_sidecars(directory: Path) -> Sidecars:
