@@ -54,6 +54,22 @@ def to_device(arrays: Sequence[np.ndarray | np.generic]) -> tuple[Array, ...]:
     return tuple(jax.device_put(list(arrays)))
 
 
+def to_device_space(array: Array) -> Array:
+    """Inside a jitted function: an array of any memory, in device memory.
+
+    What is there already is not copied, what is in host memory is copied whole.
+    """
+    return jax.device_put(array, jax.memory.Space.Device)
+
+
+def as_host_array(array: Array) -> Array:
+    """Inside a jitted function: types the result of an in-place update of a host array as one in host memory.
+
+    Nothing moves when it aliases the host array; without this jit would take it for a device array.
+    """
+    return jax.device_put(array, jax.memory.Space.Host)
+
+
 def commit(tree: Any, device: jax.Device) -> Any:
     """The same arrays, bound to `device` (nothing is copied).
 
@@ -72,3 +88,11 @@ def physical_memory_bytes(device: jax.Device) -> tuple[int, int]:
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)), host
     return host, host
+
+
+def abstract(tree: Any, memory_kind: str = "device") -> Any:
+    """Shapes and dtypes of a tree as if its arrays lay in `memory_kind` ("device", "pinned_host"): to lower without
+    allocating anything, on the CPU, whose devices have both kinds.
+    """
+    sharding = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=memory_kind)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

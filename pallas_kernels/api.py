@@ -1,7 +1,8 @@
-"""The one dispatch table: `get_kernels(implementation)` gives the operations the model calls.
+"""The one dispatch table: `get_kernels(implementation, platform)` gives the operations the model calls.
 
-Every implementation has the signatures and the meaning of `pallas_kernels.reference`; one conformance suite
-(tests/pallas_kernels) holds them to it. There is no silent fallback: what is not here is refused by name.
+Every implementation has the signatures and the meaning of `pallas_kernels.reference` (transfers: of `host_offload`);
+one conformance suite (tests/pallas_kernels) holds them to it. There is no silent fallback: what is not here is refused
+by name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array
 
+from host_offload import flash_d2h, flash_h2d
 from pallas_kernels import reference
 
 
@@ -19,26 +21,36 @@ class Kernels:
     """The operations of one implementation. Hashable, so it can be a static argument of a jitted function."""
 
     name: str
-    append_blocks: Callable[..., Array]
-    append_tokens: Callable[..., Array]
-    block_digests: Callable[..., Array]
+    append_blocks: Callable[..., tuple[Array, Array | None]]
+    append_tokens: Callable[..., tuple[Array, Array | None]]
     score_blocks: Callable[..., Array]
     select_blocks: Callable[..., Array]
+    union_over_group: Callable[..., tuple[Array, Array]]
     match_slots: Callable[..., tuple[Array, Array, Array]]
     decode_attention: Callable[..., Array]
     prefill_attention: Callable[..., Array]
+    flash_h2d: Callable[..., Array]
+    load_blocks: Callable[..., Array]
+    save_blocks: Callable[..., Array]
+    save_pieces: Callable[..., Array]
+    interpreted: bool = False
+    """Run by Pallas' interpreter, not compiled: right everywhere, and slow."""
 
 
 _REFERENCE = Kernels(
     name="reference",
     append_blocks=reference.append_blocks,
     append_tokens=reference.append_tokens,
-    block_digests=reference.block_digests,
     score_blocks=reference.score_blocks,
     select_blocks=reference.select_blocks,
+    union_over_group=reference.union_over_group,
     match_slots=reference.match_slots,
     decode_attention=reference.decode_attention,
     prefill_attention=reference.prefill_attention,
+    flash_h2d=flash_h2d.flash_h2d,
+    load_blocks=flash_h2d.load_blocks,
+    save_blocks=flash_d2h.save_blocks,
+    save_pieces=flash_d2h.save_pieces,
 )
 _IMPLEMENTATIONS = {"reference": _REFERENCE}
 _BY_PLATFORM = {"cpu": "reference", "gpu": "reference"}

@@ -33,27 +33,58 @@ def _dot(a: Array, b: Array, dims: tuple) -> Array:
 
 def append_blocks(
     pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
     blocks: Num[Array, "num_new num_kv_heads 2 block_size head_dim"],
     block_ids: Int[Array, "num_new"],
-) -> Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"]:
-    """Writes whole blocks, in the pool's dtype (prefill). In place when donated; padding goes to block 0."""
+    num_valid: Int[Array, "num_new"],
+    digest_ids: Int[Array, "num_new"],
+    *,
+    method: str,
+) -> tuple[Array, Array | None]:
+    """Writes whole blocks (prefill) and their digests. In place when donated; padding goes to block 0.
+
+    Args:
+        digests: (centre, radius) by global block id; None for a dense layer.
+        blocks: in the pool's dtype.
+        num_valid: tokens of each block that exist.
+        digest_ids: the row of `digests` of each block (in a staging pool it is not `block_ids`).
+    """
     assert blocks.dtype == pool.dtype, f"blocks are {blocks.dtype}, the pool is {pool.dtype}: see storage.to_storage"
-    return pool.at[block_ids].set(blocks, mode="drop")
+    pool = pool.at[block_ids].set(blocks, mode="drop")
+    if digests is None:
+        return pool, None
+    summary = block_digests(from_storage(blocks[:, :, 0]), num_valid, method=method)
+    return pool, digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
 
 
 def append_tokens(
     pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
     k: Float[Array, "num_seqs num_kv_heads head_dim"],
     v: Float[Array, "num_seqs num_kv_heads head_dim"],
     block_ids: Int[Array, "num_seqs num_kv_heads"],
-    offsets: Int[Array, "num_seqs"],
-) -> Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"]:
-    """Writes one token a sequence (decode) at `offsets` of its newest block, which may differ by head."""
+    num_valid: Int[Array, "num_seqs"],
+    digest_ids: Int[Array, "num_seqs"],
+    *,
+    method: str,
+) -> tuple[Array, Array | None]:
+    """Writes one token a sequence (decode) as the last of its newest block, which may lie elsewhere for each head.
+
+    The block's digest is renewed from its keys, so it is exact also while the block is partial.
+
+    Args:
+        digests: as for `append_blocks`.
+        num_valid: tokens of the newest block, the new one included; 0 = padding (block 0, digest 0).
+    """
     kv = to_storage(jnp.stack([k, v], axis=2), pool.dtype)  # [num_seqs, num_kv_heads, 2, head_dim]
     heads = jnp.arange(pool.shape[1])[None, :, None]
-    return pool.at[block_ids[:, :, None], heads, jnp.arange(2)[None, None, :], offsets[:, None, None]].set(
-        kv, mode="drop"
-    )
+    offsets = jnp.maximum(num_valid - 1, 0)[:, None, None]
+    pool = pool.at[block_ids[:, :, None], heads, jnp.arange(2)[None, None, :], offsets].set(kv, mode="drop")
+    if digests is None:
+        return pool, None
+    keys = gather_halves(pool, block_ids[:, :, None], 0)[:, :, 0]  # [num_seqs, num_kv_heads, block_size, head_dim]
+    summary = block_digests(keys, num_valid, method=method)
+    return pool, digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
 
 
 def gather_halves(
@@ -114,47 +145,46 @@ def score_blocks(
     *,
     scale: float,
     per_query_head: bool,
+    num_sink_blocks: int,
+    num_newest_blocks: int,
 ) -> Float[Array, "num_seqs num_select_heads max_blocks"]:
-    """Scores of every block of every sequence, for each KV head (or query head).
+    """Ranks of every block of every sequence, for each KV head (or query head): what `select_blocks` chooses by.
 
-    Per KV head it is the mean over the query group of the softmax over blocks, so that no head of the group can
-    drown the others. Blocks at or past `num_blocks` get NEG_INF.
+    Per KV head the rank is the mean over the query group of the softmax over block scores, so that no head of the group
+    can drown the others; per query head it is the score. Sink and newest blocks rank +inf, blocks at or past
+    `num_blocks` -inf. The newest block is never scored: it is chosen anyway, and when it has just begun its digest is
+    still that of the block id's last owner, which must not take part in the softmax.
     """
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads = digests.shape[1]
     group = num_q_heads // num_kv_heads
     taken = from_storage(jnp.take(digests, block_table, axis=0, mode="clip"))  # [seqs, blocks, kv_heads, 2, head_dim]
-    valid = (jnp.arange(block_table.shape[1])[None, :] < num_blocks[:, None])[:, None, None, :]
-    taken = jnp.where(valid[:, 0, 0, :, None, None, None], taken, 0)
+    index = jnp.arange(block_table.shape[1])[None, None, :]
+    end = num_blocks[:, None, None]
+    scored = (index < end - 1)[:, :, None, :]
+    taken = jnp.where(scored[:, 0, 0, :, None, None, None], taken, 0)
     boxes = jnp.moveaxis(taken, 2, 1).reshape(num_seqs, num_kv_heads, -1, 2 * head_dim)
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
     queries = jnp.concatenate([q, jnp.abs(q)], axis=-1).astype(boxes.dtype)
     scores = _dot(queries, boxes, (((3,), (3,)), ((0, 1), (0, 1)))) * scale  # [seqs, kv_heads, group, blocks]
-    scores = jnp.where(valid, scores, NEG_INF)
     if per_query_head:
-        return scores.reshape(num_seqs, num_q_heads, -1)
-    return jnp.where(valid[:, :, 0], jax.nn.softmax(scores, axis=-1).mean(axis=2), NEG_INF)
+        ranks = scores.reshape(num_seqs, num_q_heads, -1)
+    else:
+        ranks = jax.nn.softmax(jnp.where(scored, scores, NEG_INF), axis=-1).mean(axis=2)
+    forced = (index < num_sink_blocks) | (index >= end - num_newest_blocks)
+    return jnp.where(index < end, jnp.where(forced, jnp.inf, ranks), -jnp.inf)
 
 
 def select_blocks(
-    scores: Float[Array, "num_seqs num_select_heads max_blocks"],
-    num_blocks: Int[Array, "num_seqs"],
-    *,
-    num_selected: int,
-    num_sink_blocks: int,
-    num_newest_blocks: int,
+    ranks: Float[Array, "num_seqs num_select_heads max_blocks"], *, num_selected: int
 ) -> Int[Array, "num_seqs num_select_heads num_selected"]:
-    """The ids of the best blocks, ascending, -1 after the last; sink and newest blocks first of all.
+    """The ids of the best ranked blocks, ascending, -1 after the last; a rank of -inf is never chosen.
 
     Ties go to the lower id. When a sequence has no more than `num_selected` blocks, all of them are chosen.
     """
-    max_blocks = scores.shape[-1]
-    ids = jnp.arange(max_blocks)[None, None, :]
-    end = num_blocks[:, None, None]
-    forced = (ids < num_sink_blocks) | (ids >= end - num_newest_blocks)
-    ranked = jnp.where(ids < end, jnp.where(forced, -NEG_INF, scores), 2 * NEG_INF)
-    _, chosen = jax.lax.top_k(ranked, min(num_selected, max_blocks))
-    chosen = jnp.sort(jnp.where(chosen < end, chosen, max_blocks), axis=-1)
+    max_blocks = ranks.shape[-1]
+    values, chosen = jax.lax.top_k(ranks, min(num_selected, max_blocks))
+    chosen = jnp.sort(jnp.where(values > -jnp.inf, chosen, max_blocks), axis=-1)
     chosen = jnp.where(chosen < max_blocks, chosen, -1)
     missing = num_selected - chosen.shape[-1]
     return jnp.pad(chosen, ((0, 0), (0, 0), (0, max(0, missing))), constant_values=-1)

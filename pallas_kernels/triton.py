@@ -66,6 +66,29 @@ def store(ref: Any, value: Array, *, mask: Array | None = None) -> None:
 
 
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
-    """Matrix product in float32. float32 operands are multiplied as such (Triton's default would round them to TF32)."""
+    """Matrix product in float32; float32 operands are not rounded to TF32, as Triton would by default."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _backend.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def exp2_scaled(x: Array, scale: float, minus: Array, *, interpret: bool) -> Array:
+    """`2 ** (x * scale - minus)` of float32 in two instructions; results below 2^-126 become 0.
+
+    Pallas' own exp2 is four, for the sake of those, and its Triton does not fuse the product with the difference: in
+    flash attention that is a quarter of a loop's instructions.
+    """
+    if interpret:
+        return jnp.exp2(x * scale - minus)
+    assembly = "{ .reg .f32 t; fma.rn.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"
+    args = [x, jnp.full(x.shape, scale, jnp.float32), jnp.broadcast_to(-minus, x.shape)]
+    (result,) = _backend.elementwise_inline_asm(
+        assembly, args=args, constraints="=f,f,f,f", pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )  # fmt: skip
+    return result
+
+
+def barrier(*, interpret: bool) -> None:
+    """Waits for all threads of the program; from here on they see what the others have stored."""
+    if not interpret:  # the interpreter has no threads, and no rule for it
+        _backend.debug_barrier()

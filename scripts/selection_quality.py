@@ -30,7 +30,7 @@ import rich.table
 import typer
 
 from pallas_kernels.api import Kernels, get_kernels
-from pallas_kernels.reference import PREFILL_TILE, union_over_group
+from pallas_kernels.reference import PREFILL_TILE, block_digests
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import SELECTION_METHODS
 from sparseserve_jax.models.config import ModelConfig
@@ -150,7 +150,7 @@ def _quality(
         chosen = selected
         if selected.shape[1] != num_heads:
             num_union = min(table.shape[1], selected.shape[2] * selected.shape[1] // num_heads)
-            chosen, mask = union_over_group(
+            chosen, mask = kernels.union_over_group(
                 selected, num_kv_heads=num_heads, max_blocks=table.shape[1], num_union=num_union
             )
         counts = _counts(chosen, positions, block_size)
@@ -161,17 +161,23 @@ def _quality(
         kept = jnp.where(heads >= 0, kept, 0).sum(-1)
         return jnp.stack([kept.mean(), error.mean()])
 
-    age = jnp.arange(table.shape[1], dtype=jnp.float32)
-    ranked = {"oracle": mass.mean(2), "newest": jnp.broadcast_to(age, mass.mean(2).shape)}
+    index = jnp.arange(table.shape[1])
+    end = num_blocks[:, None, None]
+    forced = (index < NUM_SINK) | (index >= end - NUM_NEWEST)
+
+    def rank(values: jax.Array) -> jax.Array:
+        return jnp.where(index < end, jnp.where(forced, jnp.inf, values), -jnp.inf)
+
+    ranked = {"oracle": rank(mass.mean(2)), "newest": rank(jnp.broadcast_to(index * 1.0, mass.mean(2).shape))}
     for method in SELECTION_METHODS:
-        digests = kernels.block_digests(pool[:, :, 0], jnp.full(pool.shape[0], block_size), method=method)
+        digests = block_digests(pool[:, :, 0], jnp.full(pool.shape[0], block_size), method=method)
         for per_query_head, name in ((False, method), (True, f"{method}, per query head")):
             ranked[name] = kernels.score_blocks(
-                q, digests, table, num_blocks - 1, scale=scale, per_query_head=per_query_head
-            )
-    select = functools.partial(kernels.select_blocks, num_sink_blocks=NUM_SINK, num_newest_blocks=NUM_NEWEST)
+                q, digests, table, num_blocks, scale=scale, per_query_head=per_query_head,
+                num_sink_blocks=NUM_SINK, num_newest_blocks=NUM_NEWEST,
+            )  # fmt: skip
     return {
-        (budget, method): result(select(values, num_blocks, num_selected=budget // block_size))
+        (budget, method): result(kernels.select_blocks(values, num_selected=budget // block_size))
         for budget in budgets
         for method, values in ranked.items()
     }

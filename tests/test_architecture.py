@@ -39,9 +39,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ENGINE + "sampling": SAMPLING,
     ENGINE + "checkpoint": CHECKPOINT,
     ENGINE + "runner": RUNNER,
-    "pallas_kernels": KERNELS,
+    "pallas_kernels": (*KERNELS, "host_offload"),
     "cpu_kernels": KERNELS,
-    "host_offload": (*KERNELS, "host_offload"),
+    "host_offload": ("host_offload",),
     ENGINE + "info": EVERYTHING_BELOW_API,
     ENGINE + "engine": EVERYTHING_BELOW_API,
 }

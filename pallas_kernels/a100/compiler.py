@@ -20,13 +20,16 @@ from typing import Any
 
 import jax
 from jax._src import compiler as jax_compiler
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.a100.target import ARCHITECTURE, TARGET_CONFIG, programs_per_sm
+from host_offload.memory import abstract as abstract
+from pallas_kernels.a100.target import ARCHITECTURE, NUM_SMS, TARGET_CONFIG, programs_per_sm
 
 WHEELS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+
+_A100 = AbstractDevice(device_kind="NVIDIA A100-SXM4-40GB", num_cores=NUM_SMS, platform="gpu")
 
 
 class CompilerMissing(RuntimeError):
@@ -38,7 +41,7 @@ def missing_reason() -> str | None:
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
         return f"compiling for {ARCHITECTURE} needs the wheels {', '.join(WHEELS)}: run `make compile-report`"
     if _cuda_tool("ptxas") is None:
-        return f"ptxas of nvidia-cuda-nvcc-cu12 is not installed: run `make compile-report`"
+        return "ptxas of nvidia-cuda-nvcc-cu12 is not installed: run `make compile-report`"
     if jax.default_backend() != "cpu":
         return "compiling without a GPU needs JAX_PLATFORMS=cpu"
     return None
@@ -123,15 +126,10 @@ def _device() -> Any:
     return topology.devices[0]
 
 
-def abstract(tree: Any, memory_kind: str = "device") -> Any:
-    """Shapes and dtypes of a tree, placed in `memory_kind` ("device", "pinned_host"): arguments to compile with."""
-    sharding = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=memory_kind)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
 def lower_for_cuda(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Lowers a jitted function for CUDA; arguments are arrays or what `abstract` gives."""
-    return function.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))  # pyright: ignore[reportFunctionMemberAccess]
+    """Lowers a jitted function for an A100; arguments are arrays or what `abstract` gives."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_A100)):  # jax >= 0.11 asks which GPU it lowers for
+        return function.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def compile_for_a100(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CompiledProgram:
@@ -148,9 +146,10 @@ def compile_for_a100(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     device = _device()
     lowered = lower_for_cuda(function, *args, **kwargs)
     with tempfile.TemporaryDirectory() as folder:
+        overrides: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         options = jax_compiler.get_compile_options(
             num_replicas=1, num_partitions=1,
-            env_options_overrides={"xla_dump_to": folder, "xla_dump_hlo_as_text": True},
+            env_options_overrides=overrides,
         )  # fmt: skip
         executable = device.client.compile(
             lowered.compiler_ir("stablehlo"),

@@ -14,10 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from host_offload.flash_h2d import flash_h2d
-from pallas_kernels import reference
-from pallas_kernels.reference import gather_halves
-from pallas_kernels.storage import to_storage
 from sparseserve_jax.models.kv_state import KVState, StepSpec
 from sparseserve_jax.models.llama import embed, run_layer, unembed
 from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
@@ -103,9 +99,11 @@ def _attend_dense(
 ) -> tuple[Array, None]:
     """Append, then attend to every block."""
     tables = inputs.dense_tables if spec.layout.tiered else inputs.block_tables
-    newest, offsets = _newest(inputs, spec.layout.block_size)
-    blocks = jnp.take_along_axis(tables, newest[:, None], axis=1)
-    layer.pool = spec.kernels.append_tokens(layer.pool, k, v, jnp.broadcast_to(blocks, k.shape[:2]), offsets)
+    newest, num_valid = _newest(inputs, spec.layout.block_size)
+    blocks = jnp.broadcast_to(jnp.take_along_axis(tables, newest[:, None], axis=1), k.shape[:2])
+    layer.pool, _ = spec.kernels.append_tokens(
+        layer.pool, None, k, v, blocks, num_valid, jnp.zeros_like(num_valid), method=spec.selection
+    )
     logical = jnp.arange(tables.shape[1])[None, None, :]
     counts = _valid_tokens(jnp.broadcast_to(logical, (tables.shape[0], k.shape[1], tables.shape[1])), inputs, spec)
     ids = jnp.broadcast_to(tables[:, None, :], counts.shape)
@@ -118,7 +116,7 @@ def _attend_sparse(
     """Select, fetch, append, attend; keeps the digests, residency and selection history up to date."""
     kernels, block_size = spec.kernels, spec.layout.block_size
     assert layer.digests is not None and layer.last_selected is not None
-    newest, offsets = _newest(inputs, block_size)
+    newest, num_valid = _newest(inputs, block_size)
     selected, query_mask = _select(spec, inputs, layer.digests, q)
     block_ids = jnp.take_along_axis(inputs.block_tables[:, None, :], jnp.maximum(selected, 0), axis=2)
     history, layer.last_selected = _note_selection(layer.last_selected, inputs, selected)
@@ -126,12 +124,14 @@ def _attend_sparse(
         locations, missing = block_ids, jnp.zeros(selected.shape, bool)
     else:
         locations, missing = _make_resident(
-            spec, inputs, layer, host_pool, selected, history, block_ids, newest, offsets
+            spec, inputs, layer, host_pool, selected, history, block_ids, newest, num_valid
         )
     is_newest = selected == newest[:, None, None]
     write_to = jnp.where(is_newest, locations, 0).sum(-1)  # one match a head
-    layer.pool = kernels.append_tokens(layer.pool, k, v, write_to, offsets)
-    layer.digests = _renew_digest(spec, inputs, layer, write_to, newest, offsets)
+    newest_ids = jnp.take_along_axis(inputs.block_tables, newest[:, None], axis=1)[:, 0]
+    layer.pool, layer.digests = kernels.append_tokens(
+        layer.pool, layer.digests, k, v, write_to, num_valid, newest_ids, method=spec.selection
+    )
     counts = jnp.where(selected >= 0, _valid_tokens(selected, inputs, spec), 0)
     out = kernels.decode_attention(q, layer.pool, locations, counts, query_mask, scale=spec.scale)
     return out, (_stats(spec, inputs, selected, missing, layer.last_selected), selected)
@@ -146,19 +146,14 @@ def _select(spec: StepSpec, inputs: DecodeInputs, digests: Array, q: Array) -> t
         ids = jnp.arange(max_blocks)[None, None, :]
         everything = jnp.where(ids < num_blocks[:, None, None], ids, -1)
         return jnp.broadcast_to(everything, (q.shape[0], num_kv_heads, max_blocks)), None
-    # The newest block is chosen anyway, and when it has just begun its digest is still that of the block id's last
-    # owner: it must not take part in the softmax over scores.
-    num_scored = jnp.maximum(num_blocks - 1, 0)
-    scores = spec.kernels.score_blocks(
-        q, digests, inputs.block_tables, num_scored, scale=spec.scale, per_query_head=spec.per_query_head
-    )
-    selected = spec.kernels.select_blocks(
-        scores, num_blocks,
-        num_selected=spec.budget_blocks, num_sink_blocks=spec.num_sink_blocks, num_newest_blocks=spec.num_newest_blocks,
+    ranks = spec.kernels.score_blocks(
+        q, digests, inputs.block_tables, num_blocks, scale=spec.scale, per_query_head=spec.per_query_head,
+        num_sink_blocks=spec.num_sink_blocks, num_newest_blocks=spec.num_newest_blocks,
     )  # fmt: skip
+    selected = spec.kernels.select_blocks(ranks, num_selected=spec.budget_blocks)
     if not spec.per_query_head:
         return selected, None
-    return reference.union_over_group(
+    return spec.kernels.union_over_group(
         selected, num_kv_heads=num_kv_heads, max_blocks=max_blocks, num_union=spec.layout.selection_blocks
     )
 
@@ -175,7 +170,7 @@ def _note_selection(last_selected: Array, inputs: DecodeInputs, selected: Array)
 
 def _make_resident(
     spec: StepSpec, inputs: DecodeInputs, layer: _Layer, host_pool: Array, selected: Array, history: Array,
-    block_ids: Array, newest: Array, offsets: Array,
+    block_ids: Array, newest: Array, num_valid: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Slots of the selected blocks, after fetching those that were not on the device; and which were fetched."""
     assert layer.resident is not None
@@ -185,22 +180,10 @@ def _make_resident(
     layer.resident = layer.resident.at[inputs.rows].set(resident)
     slots = jnp.take_along_axis(inputs.slot_tables[:, None, :], slot_index, axis=2)
     slots = jnp.where(selected >= 0, slots, 0)
-    begins = (selected == newest[:, None, None]) & (offsets == 0)[:, None, None]  # a new block: nothing to fetch yet
+    begins = (selected == newest[:, None, None]) & (num_valid == 1)[:, None, None]  # a new block: nothing to fetch yet
     missing = missed & ~begins
-    layer.pool = flash_h2d(layer.pool, host_pool, slots, block_ids, missing)
+    layer.pool = spec.kernels.flash_h2d(layer.pool, host_pool, slots, block_ids, missing)
     return slots, missing
-
-
-def _renew_digest(
-    spec: StepSpec, inputs: DecodeInputs, layer: _Layer, write_to: Array, newest: Array, offsets: Array
-) -> Array:
-    """The newest block's digest, exact also while it is partial."""
-    assert layer.digests is not None
-    keys = gather_halves(layer.pool, write_to[:, :, None], 0)[:, :, 0]  # [num_seqs, heads, block_size, head_dim]
-    count = jnp.where(inputs.positions >= 0, offsets + 1, 0)
-    summary = spec.kernels.block_digests(keys, count, method=spec.selection)
-    ids = jnp.take_along_axis(inputs.block_tables, newest[:, None], axis=1)[:, 0]
-    return layer.digests.at[ids].set(to_storage(summary, layer.digests.dtype), mode="drop")
 
 
 def _stats(spec: StepSpec, inputs: DecodeInputs, selected: Array, missing: Array, last_selected: Array) -> Array:
@@ -214,9 +197,9 @@ def _stats(spec: StepSpec, inputs: DecodeInputs, selected: Array, missing: Array
 
 
 def _newest(inputs: DecodeInputs, block_size: int) -> tuple[Array, Array]:
-    """Logical id of each sequence's newest block and the offset of its newest token."""
-    positions = jnp.maximum(inputs.positions, 0)
-    return positions // block_size, positions % block_size
+    """Logical id of each sequence's newest block and how many tokens it has with the new one (padding: 0)."""
+    newest = jnp.maximum(inputs.positions, 0) // block_size
+    return newest, inputs.positions + 1 - newest * block_size
 
 
 def _valid_tokens(logical: Array, inputs: DecodeInputs, spec: StepSpec) -> Array:

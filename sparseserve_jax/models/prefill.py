@@ -76,11 +76,9 @@ def prefill_layer(
         kv = jnp.where(real[:, None], jnp.stack([k, v], axis=1), 0)  # [num_tokens, 2, heads, head_dim]
         blocks = kv.reshape(-1, block_size, 2, config.num_kv_heads, config.head_dim).transpose(0, 3, 2, 1, 4)
         stored = to_storage(blocks, pool.dtype)
-        new_pool = kernels.append_blocks(pool, stored, call.pool_ids)
-        new_digests = digests
-        if digests is not None:
-            summary = kernels.block_digests(blocks[:, :, 0], call.block_tokens, method=spec.selection)
-            new_digests = digests.at[call.digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
+        new_pool, new_digests = kernels.append_blocks(
+            pool, digests, stored, call.pool_ids, call.block_tokens, call.digest_ids, method=spec.selection
+        )
         out = kernels.prefill_attention(
             q, new_pool, call.block_tables, call.tile_prompt, call.tile_start, call.tile_tokens,
             scale=spec.scale, merge_tiles=merge,

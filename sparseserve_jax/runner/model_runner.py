@@ -154,9 +154,9 @@ class ModelRunner:
         self._save_rows([])
         for width in self._copy_buckets:
             ids = to_device([np.zeros(width, np.int32), np.zeros(width, np.int32)])
-            self._staging = transfers.load_layer(self._staging, self._host_pools[0], *ids)
+            self._staging = transfers.load_layer(self._staging, self._host_pools[0], *ids, kernels=self.spec.kernels)
             if layout.num_dense_layers:
-                pool = transfers.load_layer(self._state.pools[0], self._host_pools[0], *ids)
+                pool = transfers.load_layer(self._state.pools[0], self._host_pools[0], *ids, kernels=self.spec.kernels)
                 self._state = dataclasses.replace(self._state, pools=_replaced(self._state.pools, 0, pool))
 
     # --- one plan ----------------------------------------------------------------------------------------------------
@@ -241,7 +241,9 @@ class ModelRunner:
         target_d, source_d = to_device([target, source])
         pools = list(self._state.pools)
         for layer in range(self.layout.num_dense_layers):
-            pools[layer] = transfers.load_layer(pools[layer], self._host_pools[layer], target_d, source_d)
+            pools[layer] = transfers.load_layer(
+                pools[layer], self._host_pools[layer], target_d, source_d, kernels=self.spec.kernels
+            )
         self._state = dataclasses.replace(self._state, pools=tuple(pools))
         pieces = count * self.layout.num_dense_layers * self.layout.num_kv_heads
         self._loaded[sequence.request_id] += pieces * self.layout.piece_bytes
@@ -277,7 +279,9 @@ class ModelRunner:
         arrays = to_device([rows, logical, block_ids, dense_ids, self._tables.slots[rows]])
         dense = self._state.pools[: layout.num_dense_layers]
         sparse = self._state.pools[layout.num_dense_layers :]
-        self._host_pools = transfers.save_newest(self._host_pools, dense, sparse, self._state.resident, *arrays)
+        self._host_pools = transfers.save_newest(
+            self._host_pools, dense, sparse, self._state.resident, *arrays, kernels=self.spec.kernels
+        )
 
     def _forget(self, row: int, first_slot: int, *, history: bool) -> None:
         if not self._state.last_selected:
@@ -404,11 +408,11 @@ class ModelRunner:
         target, source = call.staged_before()
         width = buckets.bucket_for(len(target), self._copy_buckets)
         padded = to_device([np.pad(ids, (0, width - len(ids))) for ids in (target, source)])
-        self._staging = transfers.load_layer(self._staging, self._host_pools[layer], *padded)
+        self._staging = transfers.load_layer(self._staging, self._host_pools[layer], *padded, kernels=self.spec.kernels)
         self._loaded[first.request_id] += len(target) * self.layout.num_kv_heads * self.layout.piece_bytes
 
     def _save_prefilled(self, call: OpenCall, layer: int, blocks: Array) -> None:
-        saved = transfers.save_layer(self._host_pools[layer], blocks, call.save_ids)
+        saved = transfers.save_layer(self._host_pools[layer], blocks, call.save_ids, kernels=self.spec.kernels)
         self._host_pools = _replaced(self._host_pools, layer, saved)
         for request_id, count in call.saved_blocks():
             self._saved[request_id] += count * self.layout.num_kv_heads * self.layout.piece_bytes

@@ -8,18 +8,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from host_offload.flash_d2h import save_blocks, save_pieces
-from host_offload.flash_h2d import load_blocks
+from pallas_kernels.api import Kernels
 from sparseserve_jax.models.kv_state import NEVER
 
-save_layer = jax.jit(save_blocks, donate_argnums=0)
-"""FlashD2H of one prefill call's blocks of one layer."""
 
-load_layer = jax.jit(load_blocks, donate_argnums=0)
-"""Whole blocks of one layer from the host: earlier tokens for chunked prefill, dense layers of a resumed request."""
+@functools.partial(jax.jit, static_argnames="kernels", donate_argnames="host_pool")
+def save_layer(host_pool: Array, blocks: Array, block_ids: Int[Array, "num_saved"], *, kernels: Kernels) -> Array:
+    """FlashD2H of one prefill call's blocks of one layer."""
+    return kernels.save_blocks(host_pool, blocks, block_ids)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, static_argnames="kernels", donate_argnames="device_pool")
+def load_layer(
+    device_pool: Array,
+    host_pool: Array,
+    slot_ids: Int[Array, "num_loaded"],
+    block_ids: Int[Array, "num_loaded"],
+    *,
+    kernels: Kernels,
+) -> Array:
+    """Whole blocks of one layer from the host: earlier tokens (chunked prefill), dense layers (a resumed request)."""
+    return kernels.load_blocks(device_pool, host_pool, slot_ids, block_ids)
+
+
+@functools.partial(jax.jit, static_argnames="kernels", donate_argnames="host_pools")
 def save_newest(
     host_pools: tuple[Array, ...],
     dense_pools: tuple[Array, ...],
@@ -30,6 +42,8 @@ def save_newest(
     block_ids: Int[Array, "num_saved"],
     dense_ids: Int[Array, "num_saved"],
     slot_tables: Int[Array, "num_saved max_slots"],
+    *,
+    kernels: Kernels,
 ) -> tuple[Array, ...]:
     """Writes block `logical` of each row through to the host, in every layer (decode: the block that just filled).
 
@@ -38,11 +52,12 @@ def save_newest(
     out = []
     num_heads = host_pools[0].shape[1]
     for host, pool in zip(host_pools, dense_pools, strict=False):
-        out.append(save_pieces(host, pool, jnp.broadcast_to(dense_ids[:, None], (len(rows), num_heads)), block_ids))
+        slots = jnp.broadcast_to(dense_ids[:, None], (len(rows), num_heads))
+        out.append(kernels.save_pieces(host, pool, slots, block_ids))
     for host, pool, table in zip(host_pools[len(dense_pools) :], sparse_pools, resident, strict=True):
         index = jnp.argmax(table[rows] == logical[:, None, None], axis=-1)  # [num_saved, heads]: resident by contract
         slots = jnp.take_along_axis(slot_tables, index, axis=1)
-        out.append(save_pieces(host, pool, slots, block_ids))
+        out.append(kernels.save_pieces(host, pool, slots, block_ids))
     return tuple(out)
 
 

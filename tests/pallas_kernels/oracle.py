@@ -62,42 +62,42 @@ def box_score(q, hi, lo):
     return sum(max(q[d] * hi[d], q[d] * lo[d]) for d in range(len(q)))
 
 
-def score_blocks(q, hi, lo, block_table, num_blocks, scale, per_query_head):
-    """Scores `[seqs, heads that select, max_blocks]`; NaN where a sequence has no such block.
+def score_blocks(q, hi, lo, block_table, num_blocks, scale, per_query_head, num_sink_blocks, num_newest_blocks):
+    """Ranks `[seqs, heads that select, max_blocks]`: inf for sink and newest blocks, -inf where there is no block.
 
-    `hi` and `lo` are `[pool blocks, kv_heads, head_dim]`.
+    `hi` and `lo` are `[pool blocks, kv_heads, head_dim]`. The newest block has no say in the softmax.
     """
     num_seqs, num_q_heads, _ = q.shape
     num_kv_heads = hi.shape[1]
     group = num_q_heads // num_kv_heads
-    by_query_head = np.full((num_seqs, num_q_heads, block_table.shape[1]), np.nan)
+    out = np.full((num_seqs, num_q_heads if per_query_head else num_kv_heads, block_table.shape[1]), -np.inf)
     for seq in range(num_seqs):
-        for q_head in range(num_q_heads):
-            for block in range(num_blocks[seq]):
-                where = (block_table[seq, block], q_head // group)
-                by_query_head[seq, q_head, block] = scale * box_score(q[seq, q_head], hi[where], lo[where])
-    if per_query_head:
-        return by_query_head
-    out = np.full((num_seqs, num_kv_heads, block_table.shape[1]), np.nan)
-    for seq in range(num_seqs):
-        n = num_blocks[seq]
+        count = num_blocks[seq]
+        scored = block_table[seq, : max(count - 1, 0)]
         for head in range(num_kv_heads):
-            if n:
-                shares = [_softmax(by_query_head[seq, head * group + g, :n]) for g in range(group)]
-                out[seq, head, :n] = np.mean(shares, axis=0)
+            members = range(head * group, (head + 1) * group)
+            scores = [
+                [scale * box_score(q[seq, member], hi[block, head], lo[block, head]) for block in scored]
+                for member in members
+            ]
+            if per_query_head:
+                out[seq, head * group : (head + 1) * group, : len(scored)] = scores
+            elif len(scored):
+                out[seq, head, : len(scored)] = np.mean([_softmax(np.array(row)) for row in scores], axis=0)
+        out[seq, :, : min(num_sink_blocks, count)] = np.inf
+        out[seq, :, max(0, count - num_newest_blocks) : count] = np.inf
     return out
 
 
-def select_blocks(scores, num_blocks, num_selected, num_sink_blocks, num_newest_blocks):
-    """Sink and newest blocks, then the best scored; ties to the lower id; ascending, -1 after the last."""
-    num_seqs, num_heads, _ = scores.shape
+def select_blocks(ranks, num_selected):
+    """The best ranked, ties to the lower id; never -inf; ascending, -1 after the last."""
+    num_seqs, num_heads, _ = ranks.shape
     out = np.full((num_seqs, num_heads, num_selected), -1)
     for seq in range(num_seqs):
-        n = num_blocks[seq]
-        forced = {b for b in range(n) if b < num_sink_blocks or b >= n - num_newest_blocks}
         for head in range(num_heads):
-            others = sorted(set(range(n)) - forced, key=lambda b, row=scores[seq, head]: (-row[b], b))
-            chosen = sorted((*forced, *others[: max(0, num_selected - len(forced))]))
+            row = ranks[seq, head]
+            exist = [block for block in range(len(row)) if row[block] > -np.inf]
+            chosen = sorted(sorted(exist, key=lambda b, row=row: (-row[b], b))[:num_selected])
             out[seq, head, : len(chosen)] = chosen
     return out
 

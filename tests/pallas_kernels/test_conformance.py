@@ -16,7 +16,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import reference
 from pallas_kernels.api import get_kernels
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import from_storage, storage_dtype, to_storage
@@ -152,93 +151,144 @@ def random_pool(rng, shape, dtype, num_blocks):
     return exact(rng.normal(size=(num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)), dtype)
 
 
+def assert_digests(digests, rows, hi, lo, dtype):
+    """`digests[rows]` are the boxes (hi, lo), as centre and radius, both rounded to float32."""
+    centre, radius = (digests[rows][:, :, half].astype(np.float64) for half in (0, 1))
+    assert_close(centre + radius, hi, dtype, "digests")
+    assert_close(centre - radius, lo, dtype, "digests")
+    assert (radius >= 0).all()
+
+
+methods = pytest.mark.parametrize("method", ["cuboid-mean", "quest", "mean"])
+
+
 @all_implementations
 @all_dtypes
 @pool_shapes
+@methods
 @few_examples
-@given(seed=seeds, num_padding=st.integers(0, 4))
-def test_append_blocks(implementation, dtype, shape, seed, num_padding):
+@given(seed=seeds, num_padding=st.integers(0, 6))
+def test_append_blocks(implementation, dtype, shape, method, seed, num_padding):
     rng = np.random.default_rng(seed)
-    pool, blocks = random_pool(rng, shape, dtype, 9), random_pool(rng, shape, dtype, 4)
-    ids = 1 + rng.permutation(8)[:4]
-    ids[4 - num_padding :] = 0
-    blocks[ids == 0] = np.nan
-    out = loaded(call(implementation, "append_blocks", stored(pool, dtype), stored(blocks, dtype), ids))
+    size = shape.block_size
+    pool, blocks = random_pool(rng, shape, dtype, 9), random_pool(rng, shape, dtype, 6)
+    blocks[:, :, 0] = exact(blocks[:, :, 0] + 0.5, dtype)
+    ids, digest_ids = 1 + rng.permutation(8)[:6], 1 + rng.permutation(11)[:6]
+    num_valid = np.array([1, size, size, *rng.integers(2, size, 3)])
+    padding = np.arange(6) >= 6 - num_padding
+    for array in (ids, digest_ids, num_valid):
+        array[padding] = 0
+    for block, count in enumerate(num_valid):
+        blocks[block, :, :, count:] = np.nan
+    digests = rng.normal(size=(12, shape.num_kv_heads, 2, shape.head_dim)).astype(np.float32)
+    args = (stored(pool, dtype), digests, stored(blocks, dtype), ids, num_valid, digest_ids)
+    out, out_digests = call(implementation, "append_blocks", *args, method=method)
     expected = oracle.append_blocks(pool, blocks, ids)
-    np.testing.assert_array_equal(out[1:], expected[1:])
+    np.testing.assert_array_equal(loaded(out)[1:], expected[1:])
+    untouched = np.setdiff1d(np.arange(1, 12), digest_ids)
+    np.testing.assert_array_equal(out_digests[untouched], digests[untouched])
+    hi, lo = oracle.block_digests(blocks[~padding][:, :, 0], num_valid[~padding], method)
+    assert_digests(out_digests, digest_ids[~padding], hi, lo, dtype)
+    if padding.any():
+        assert not out_digests[0].any()
+    plain, none = call(implementation, "append_blocks", args[0], None, *args[2:], method=method)
+    assert none is None
+    np.testing.assert_array_equal(plain[1:], out[1:])
+
+
+@all_implementations
+@all_dtypes
+@methods
+def test_append_blocks_comparison_has_teeth(implementation, dtype, method):
+    shape, rng = SHAPES[1], np.random.default_rng(0)
+    pool, blocks = random_pool(rng, shape, dtype, 9), random_pool(rng, shape, dtype, 4)
+    ids, num_valid = np.array([3, 1, 7, 5]), np.full(4, shape.block_size)
+    digests = np.zeros((9, shape.num_kv_heads, 2, shape.head_dim), np.float32)
+    hi, lo = oracle.block_digests(blocks[:, :, 0], num_valid, method)
+    for wrong_blocks, wrong_valid in ((blocks[:, :, ::-1], num_valid), (blocks, num_valid - 1)):
+        args = (stored(pool, dtype), digests, stored(wrong_blocks, dtype), ids, wrong_valid, ids)
+        _, out_digests = call(implementation, "append_blocks", *args, method=method)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            assert_digests(out_digests, ids, hi, lo, dtype)
+    swapped, _ = call(
+        implementation, "append_blocks", stored(pool, dtype), None, stored(blocks[:, :, ::-1], dtype), ids, num_valid,
+        ids, method=method,
+    )  # fmt: skip
+    assert not np.array_equal(loaded(swapped)[1:], oracle.append_blocks(pool, blocks, ids)[1:])
 
 
 @all_implementations
 @all_dtypes
 @pool_shapes
+@methods
 @few_examples
 @given(seed=seeds, num_padding=st.integers(0, 2))
-def test_append_tokens(implementation, dtype, shape, seed, num_padding):
+def test_append_tokens(implementation, dtype, shape, method, seed, num_padding):
+    """The newest block holds NaN from the new token on; its digest counts the new token and no more."""
     rng = np.random.default_rng(seed)
     pool = random_pool(rng, shape, dtype, 9)
     k, v = exact(rng.normal(size=(2, shape.num_seqs, shape.num_kv_heads, shape.head_dim)), dtype)
     ids = 1 + np.stack([rng.permutation(8)[: shape.num_seqs] for _ in range(shape.num_kv_heads)], axis=1)
-    offsets = rng.integers(shape.block_size, size=shape.num_seqs)
+    num_valid = rng.integers(1, shape.block_size + 1, size=shape.num_seqs)
+    num_valid[0] = rng.choice([1, shape.block_size])
+    digest_ids = 1 + rng.permutation(8)[: shape.num_seqs]
     padding = np.arange(shape.num_seqs) >= shape.num_seqs - num_padding
-    ids[padding], k[padding], v[padding] = 0, np.nan, np.nan
-    args = (stored(pool, dtype), floats(k, dtype), floats(v, dtype), ids, offsets)
-    out = loaded(call(implementation, "append_tokens", *args))
-    expected = oracle.append_tokens(pool, k, v, ids, offsets)
-    np.testing.assert_array_equal(out[1:], expected[1:])
-    if not padding.all():
-        swapped = loaded(call(implementation, "append_tokens", args[0], args[2], args[1], ids, offsets))
-        assert not np.array_equal(swapped[1:], expected[1:])
+    ids[padding], k[padding], v[padding], num_valid[padding], digest_ids[padding] = 0, np.nan, np.nan, 0, 0
+    for (seq, head), block in np.ndenumerate(ids):
+        pool[block, head, :, max(num_valid[seq] - 1, 0) :] = np.nan
+    digests = rng.normal(size=(9, shape.num_kv_heads, 2, shape.head_dim)).astype(np.float32)
+    args = [stored(pool, dtype), digests, floats(k, dtype), floats(v, dtype), ids, num_valid, digest_ids]
+    out, out_digests = call(implementation, "append_tokens", *args, method=method)
+    expected = oracle.append_tokens(pool, k, v, ids, np.maximum(num_valid - 1, 0))
+    np.testing.assert_array_equal(loaded(out)[1:], expected[1:])
+    untouched = np.setdiff1d(np.arange(1, 9), digest_ids)
+    np.testing.assert_array_equal(out_digests[untouched], digests[untouched])
+    real = np.flatnonzero(~padding)
+    newest = expected[ids[real], np.arange(shape.num_kv_heads), 0]  # [real seqs, heads, block_size, head_dim]
+    assert_digests(out_digests, digest_ids[real], *oracle.block_digests(newest, num_valid[real], method), dtype)
+    plain, none = call(implementation, "append_tokens", args[0], None, *args[2:], method=method)
+    assert none is None
+    np.testing.assert_array_equal(plain[1:], out[1:])
+    if real.size:
+        args[2:4] = args[3], args[2]
+        swapped, _ = call(implementation, "append_tokens", *args, method=method)
+        assert not np.array_equal(loaded(swapped)[1:], expected[1:])
 
 
 @all_implementations
 @all_dtypes
 def test_appending_to_a_donated_pool_is_in_place(implementation, dtype):
+    if get_kernels(implementation, PLATFORM).interpreted:
+        pytest.skip("interpretation copies every array: the compile tests show that the kernels alias")
     shape, rng = SHAPES[0], np.random.default_rng(0)
     kernels = get_kernels(implementation, PLATFORM)
     blocks = jnp.asarray(stored(random_pool(rng, shape, dtype, 2), dtype))
     token = jnp.asarray(floats(np.ones((2, shape.num_kv_heads, shape.head_dim)), dtype))
-    ids = jnp.array([3, 4])
+    ids, num_valid = jnp.array([3, 4]), jnp.array([1, 6])
     pool = jax.jit(jnp.copy)(stored(random_pool(rng, shape, dtype, 9), dtype)).block_until_ready()
+    digests = jax.jit(jnp.copy)(stored(np.zeros((9, shape.num_kv_heads, 2, shape.head_dim)), dtype)).block_until_ready()
     for op, *args in (
-        (kernels.append_blocks, blocks, ids),
-        (kernels.append_tokens, token, token, ids[:, None], jnp.array([0, 5])),
+        (kernels.append_blocks, blocks, ids, num_valid, ids),
+        (kernels.append_tokens, token, token, ids[:, None], num_valid, ids),
     ):
-        before, address = pool, pool.unsafe_buffer_pointer()
-        pool = jax.jit(op, donate_argnums=0)(before, *args).block_until_ready()
-        assert before.is_deleted()
-        assert pool.unsafe_buffer_pointer() == address
-
-
-# --- digests and selection -------------------------------------------------------------------------------------------
-
-
-@all_implementations
-@all_dtypes
-@pool_shapes
-@pytest.mark.parametrize("method", ["cuboid-mean", "quest", "mean"])
-@few_examples
-@given(seed=seeds)
-def test_block_digests(implementation, dtype, shape, method, seed):
-    rng = np.random.default_rng(seed)
-    size = shape.block_size
-    num_valid = np.array([0, 1, size, *rng.integers(2, size, 3)])
-    k = exact(rng.normal(size=(len(num_valid), shape.num_kv_heads, size, shape.head_dim)) + 0.5, dtype)
-    for block, count in enumerate(num_valid):
-        k[block, :, count:] = np.nan
-    hi, lo = oracle.block_digests(k, num_valid, method)
-    out = call(implementation, "block_digests", floats(k, dtype), num_valid, method=method)
-    centre, radius = out[:, :, 0].astype(np.float64), out[:, :, 1].astype(np.float64)
-    assert_close(centre + radius, hi, dtype, "digests")
-    assert_close(centre - radius, lo, dtype, "digests")
-    assert (radius >= 0).all()
-    if method != "mean":  # the other half tells them apart
-        assert_not_close(radius - centre, lo, dtype, "digests")
+        before, addresses = (pool, digests), [a.unsafe_buffer_pointer() for a in (pool, digests)]
+        pool, digests = jax.block_until_ready(
+            jax.jit(functools.partial(op, method="quest"), donate_argnums=(0, 1))(*before, *args)
+        )
+        assert all(array.is_deleted() for array in before)
+        assert [a.unsafe_buffer_pointer() for a in (pool, digests)] == addresses
 
 
 @all_implementations
 def test_an_unknown_digest_is_refused_by_name(implementation):
+    shape, rng = SHAPES[0], np.random.default_rng(0)
+    pool, ids = stored(random_pool(rng, shape, "float32", 2), "float32"), np.ones(1, int)
+    digests = np.zeros((2, 1, 2, 32), np.float32)
     with pytest.raises(NotImplementedError, match=r"'max'; supported: cuboid-mean, quest, mean"):
-        call(implementation, "block_digests", jnp.zeros((1, 1, 16, 32)), np.ones(1, int), method="max")
+        call(implementation, "append_blocks", pool, digests, pool[:1], ids, ids, ids, method="max")
+
+
+# --- digests and selection -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -258,7 +308,7 @@ class ScoreCase:
 
 
 def score_case(shape, dtype, seed, lengths, width=7):
-    """Digests of the blocks that sequences have; NaN in the null block's, in the others' and in padding queries."""
+    """Digests of the blocks that sequences have, but for their newest; NaN in all others and in padding queries."""
     rng = np.random.default_rng(seed)
     num_blocks = np.array(lengths[: shape.num_seqs])
     pool_blocks = shape.num_seqs * width + 1
@@ -266,13 +316,17 @@ def score_case(shape, dtype, seed, lengths, width=7):
     digests = np.full((pool_blocks, shape.num_kv_heads, 2, shape.head_dim), np.nan)
     q = exact(rng.normal(size=(shape.num_seqs, shape.num_kv_heads * shape.group, shape.head_dim)), dtype)
     for seq, count in enumerate(num_blocks):
-        content = rng.normal(size=(count, shape.num_kv_heads, 2, shape.head_dim))
+        scored = max(count - 1, 0)
+        content = rng.normal(size=(scored, shape.num_kv_heads, 2, shape.head_dim))
         content[:, :, 1] = np.abs(content[:, :, 1])
-        digests[ids[seq, :count]] = exact(content, dtype)
+        digests[ids[seq, :scored]] = exact(content, dtype)
         ids[seq, count:] = rng.choice([0, *ids[seq, count:]], size=width - count)
         if count == 0:
             q[seq] = np.nan
     return ScoreCase(q, digests, ids, num_blocks)
+
+
+score_settings = st.tuples(st.integers(0, 3), st.integers(1, 3))
 
 
 @all_implementations
@@ -280,16 +334,14 @@ def score_case(shape, dtype, seed, lengths, width=7):
 @all_shapes
 @pytest.mark.parametrize("per_query_head", [False, True], ids=["kv_head", "query_head"])
 @few_examples
-@given(seed=seeds, lengths=st.lists(st.integers(0, 7), min_size=3, max_size=3))
-@example(seed=0, lengths=[0, 0, 0])
-@example(seed=1, lengths=[1, 7, 0])
-def test_score_blocks(implementation, dtype, shape, per_query_head, seed, lengths):
+@given(seed=seeds, lengths=st.lists(st.integers(0, 7), min_size=3, max_size=3), forced=score_settings)
+@example(seed=0, lengths=[0, 0, 0], forced=(1, 2))
+@example(seed=1, lengths=[1, 7, 0], forced=(0, 1))
+def test_score_blocks(implementation, dtype, shape, per_query_head, seed, lengths, forced):
     case = score_case(shape, dtype, seed, lengths)
-    out = case.run(implementation, dtype, scale=shape.scale, per_query_head=per_query_head)
-    expected = case.expected(scale=shape.scale, per_query_head=per_query_head)
-    exists = ~np.isnan(expected)
-    assert_close(out[exists], expected[exists], dtype, "scores")
-    assert (out[~exists] <= -1e29).all()
+    fixed = {"scale": shape.scale, "per_query_head": per_query_head}
+    fixed |= dict(zip(("num_sink_blocks", "num_newest_blocks"), forced, strict=True))
+    assert_close(case.run(implementation, dtype, **fixed), case.expected(**fixed), dtype, "scores")
 
 
 @all_implementations
@@ -298,12 +350,17 @@ def test_score_blocks(implementation, dtype, shape, per_query_head, seed, length
 def test_score_blocks_comparison_has_teeth(implementation, dtype, per_query_head):
     shape = SHAPES[1]
     case = score_case(shape, dtype, 0, [7, 7, 7])
-    expected = case.expected(scale=shape.scale, per_query_head=per_query_head)
-    wrong = case.run(implementation, dtype, scale=shape.scale * 1.01, per_query_head=per_query_head)
-    assert_not_close(wrong, expected, dtype, "scores")
+    fixed = {
+        "scale": shape.scale, "per_query_head": per_query_head, "num_sink_blocks": 0, "num_newest_blocks": 1
+    }  # fmt: skip
+    expected = case.expected(**fixed)
+    assert_not_close(
+        case.run(implementation, dtype, **fixed | {"scale": shape.scale * 1.01}), expected, dtype, "scores"
+    )
     swapped = dataclasses.replace(case, digests=case.digests[:, :, ::-1])
-    swapped = swapped.run(implementation, dtype, scale=shape.scale, per_query_head=per_query_head)
-    assert_not_close(swapped, expected, dtype, "scores")
+    assert_not_close(swapped.run(implementation, dtype, **fixed), expected, dtype, "scores")
+    for wrong in ({"num_sink_blocks": 1}, {"num_newest_blocks": 2}):
+        assert_not_close(case.run(implementation, dtype, **fixed | wrong), expected, dtype, "scores")
 
 
 @all_implementations
@@ -311,34 +368,32 @@ def test_score_blocks_comparison_has_teeth(implementation, dtype, per_query_head
 @given(
     seed=seeds,
     lengths=st.lists(st.integers(0, 12), min_size=3, max_size=3),
-    sizes=st.sampled_from([(4, 1, 2), (4, 0, 1), (8, 2, 1), (12, 1, 1), (15, 1, 2)]),
+    num_selected=st.sampled_from([1, 4, 8, 12, 15]),
     num_levels=st.sampled_from([1, 3, 1000]),
 )
-def test_select_blocks(implementation, seed, lengths, sizes, num_levels):
-    """Few score levels make ties."""
+def test_select_blocks(implementation, seed, lengths, num_selected, num_levels):
+    """Few rank levels make ties; some ranks are forced."""
     rng, num_blocks = np.random.default_rng(seed), np.array(lengths)
-    scores = rng.integers(-num_levels, num_levels, size=(3, 2, 12)).astype(np.float64)
-    scores[np.broadcast_to(np.arange(12) >= num_blocks[:, None, None], scores.shape)] = -1e30
-    fixed = dict(zip(("num_selected", "num_sink_blocks", "num_newest_blocks"), sizes, strict=True))
-    out = call(implementation, "select_blocks", jnp.asarray(scores, jnp.float32), num_blocks, **fixed)
-    np.testing.assert_array_equal(out, oracle.select_blocks(scores, num_blocks, **fixed))
+    ranks = rng.integers(-num_levels, num_levels, size=(3, 2, 12)) / num_levels
+    ranks[rng.random(ranks.shape) < 0.2] = np.inf
+    ranks[np.broadcast_to(np.arange(12) >= num_blocks[:, None, None], ranks.shape)] = -np.inf
+    ranks = ranks.astype(np.float32)
+    out = call(implementation, "select_blocks", ranks, num_selected=num_selected)
+    np.testing.assert_array_equal(out, oracle.select_blocks(ranks, num_selected))
 
 
-union_over_group = jax.jit(reference.union_over_group, static_argnames=("num_kv_heads", "max_blocks", "num_union"))
-
-
+@all_implementations
 @few_examples
 @given(seed=seeds)
 @pytest.mark.parametrize(("num_kv_heads", "group", "num_union"), [(1, 7, 10), (2, 3, 14), (8, 1, 10)])
-def test_union_over_group(num_kv_heads, group, num_union, seed):
+def test_union_over_group(implementation, num_kv_heads, group, num_union, seed):
     rng = np.random.default_rng(seed)
     selected = np.full((3, num_kv_heads * group, 4), -1)
     for row in selected.reshape(-1, 4):
         count = rng.integers(0, 5)
         row[:count] = np.sort(rng.permutation(10)[:count])
-    union, mask = union_over_group(
-        selected.astype(np.int32), num_kv_heads=num_kv_heads, max_blocks=10, num_union=num_union
-    )
+    fixed = {"num_kv_heads": num_kv_heads, "max_blocks": 10, "num_union": num_union}
+    union, mask = call(implementation, "union_over_group", selected, **fixed)
     expected = oracle.union_over_group(selected, num_kv_heads, num_union)
     np.testing.assert_array_equal(union, expected[0])
     np.testing.assert_array_equal(np.asarray(mask), expected[1])
