@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 PINNED_HOST = "pinned_host"
+Tree = TypeVar("Tree")
 
 
 def host_sharding(device: jax.Device) -> SingleDeviceSharding:
@@ -46,12 +45,12 @@ def allocate_host_pools(
     return tuple(make_pool() for _ in range(num_layers))
 
 
-def to_device(arrays: Sequence[np.ndarray | np.generic]) -> tuple[Array, ...]:
-    """Copies small host inputs (arrays and NumPy scalars) to the device in one call.
+def to_device(inputs: Tree) -> Tree:
+    """Copies small host inputs (a tree of NumPy arrays and scalars) to the device in one call.
 
     The arrays must be fresh: on the CPU backend the device array may alias them, so later writes would show through.
     """
-    return tuple(jax.device_put(list(arrays)))
+    return jax.device_put(inputs)
 
 
 def to_device_space(array: Array) -> Array:

@@ -8,6 +8,7 @@ by name.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from jaxtyping import Array
@@ -52,17 +53,46 @@ _REFERENCE = Kernels(
     save_blocks=flash_d2h.save_blocks,
     save_pieces=flash_d2h.save_pieces,
 )
-_IMPLEMENTATIONS = {"reference": _REFERENCE}
-_BY_PLATFORM = {"cpu": "reference", "gpu": "reference"}
+
+
+@functools.cache
+def _pallas(interpret: bool) -> Kernels:
+    # Imported here: who runs on a CPU need not wait for Pallas.
+    from pallas_kernels import append, decode_attention, flash_d2h, flash_h2d, match_slots, prefill_attention
+    from pallas_kernels import score_blocks, select_blocks
+
+    fixed = functools.partial(functools.partial, interpret=interpret)
+    return Kernels(
+        name="pallas",
+        interpreted=interpret,
+        append_blocks=fixed(append.append_blocks),
+        append_tokens=fixed(append.append_tokens),
+        score_blocks=fixed(score_blocks.score_blocks),
+        select_blocks=fixed(select_blocks.select_blocks),
+        union_over_group=reference.union_over_group,
+        match_slots=fixed(match_slots.match_slots),
+        decode_attention=fixed(decode_attention.decode_attention),
+        prefill_attention=fixed(prefill_attention.prefill_attention),
+        flash_h2d=fixed(flash_h2d.flash_h2d),
+        load_blocks=fixed(flash_h2d.load_blocks),
+        save_blocks=fixed(flash_d2h.save_blocks),
+        save_pieces=fixed(flash_d2h.save_pieces),
+    )
+
+
+IMPLEMENTATIONS = ("pallas", "reference")
+_BY_PLATFORM = {"cpu": "reference", "gpu": "pallas"}
 
 
 def get_kernels(implementation: str, platform: str) -> Kernels:
     """The kernels named, or for "auto" those of the platform ("cpu", "gpu").
 
+    On the CPU "pallas" is interpreted: right, and far too slow to serve.
+
     Raises:
         NotImplementedError: no such implementation; names those that exist.
     """
     name = _BY_PLATFORM.get(platform, "reference") if implementation == "auto" else implementation
-    if name not in _IMPLEMENTATIONS:
-        raise NotImplementedError(f"kernel implementation {name!r}; available: {', '.join(sorted(_IMPLEMENTATIONS))}")
-    return _IMPLEMENTATIONS[name]
+    if name not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"kernel implementation {name!r}; available: {', '.join(IMPLEMENTATIONS)}")
+    return _pallas(interpret=platform == "cpu") if name == "pallas" else _REFERENCE

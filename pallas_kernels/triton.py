@@ -6,12 +6,15 @@ GPU port needs); a change of backend begins and ends in this module.
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -21,6 +24,37 @@ with warnings.catch_warnings():
 
 IN_PLACE = pl.BlockSpec(memory_space=pl.ANY)
 """A whole array, wherever it lies (device or pinned host memory): the kernel loads what it indexes."""
+
+_COUNTS: contextvars.ContextVar[Any] = contextvars.ContextVar("counts", default=None)
+_LOADED, _STORED, _FLOPS = range(3)
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What the programs of one kernel call did, summed up.
+
+    Attributes:
+        loaded_bytes / stored_bytes: that loads and stores asked for, without what their masks left out.
+        flops: of matrix products, 2 a multiply-add, padding included.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    loaded_bytes: int
+    stored_bytes: int
+    flops: int
+
+
+class TrafficMeter:
+    """Given as `interpret=` to an operation, interprets its kernels and notes the traffic of each in `calls`."""
+
+    def __init__(self) -> None:
+        self.calls: list[Traffic] = []
+
+    def note(self, name: str, grid: tuple[int, ...], counts: Array) -> None:
+        """Adds one call; `counts` is `[*grid, 3]`."""
+        totals = np.asarray(counts).reshape(-1, 3).astype(np.int64).sum(axis=0)
+        self.calls.append(Traffic(name, grid, *totals.tolist()))
 
 
 def kernel_call(
@@ -34,7 +68,7 @@ def kernel_call(
     num_warps: int,
     num_stages: int = 1,
     aliases: dict[int, int] | None = None,
-    interpret: bool,
+    interpret: bool | TrafficMeter,
 ) -> Any:
     """Runs a kernel over a grid.
 
@@ -44,30 +78,73 @@ def kernel_call(
         num_stages: depth of the software pipeline of loads in the kernel's loop.
         aliases: input index -> output index of arrays updated in place.
         interpret: run as XLA operations on any platform. Costs a copy of every array a program: for tests.
+            A `TrafficMeter` also counts.
     """
+    if isinstance(interpret, TrafficMeter):
+        kernel, out_specs, out_shape = _counted(kernel, grid, out_specs, out_shape)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         params = _backend.CompilerParams(num_warps=num_warps, num_stages=num_stages)
         call = pl.pallas_call(
             kernel, grid=grid, in_specs=list(in_specs), out_specs=out_specs, out_shape=out_shape, name=name,
-            input_output_aliases=aliases or {}, compiler_params=params, interpret=interpret,
+            input_output_aliases=aliases or {}, compiler_params=params, interpret=bool(interpret),
         )  # fmt: skip
-        return call(*arrays)
+        out = call(*arrays)
+    if isinstance(interpret, TrafficMeter):
+        *out, counts = out
+        interpret.note(name, grid, counts)
+        return out if isinstance(out_specs, _Many) else out[0]
+    return out
+
+
+class _Many(list):
+    """Output specs of a counted kernel that gives a sequence and not one array."""
+
+
+def _counted(kernel: Callable[..., None], grid: tuple[int, ...], specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
+    """The same kernel with one more output: what each program loads, stores and multiplies."""
+    many = isinstance(shapes, list | tuple)
+
+    def counting(*refs: Any) -> None:
+        *ours, counts = refs
+        counts[...] = jnp.zeros(counts.shape, counts.dtype)
+        token = _COUNTS.set(counts)
+        kernel(*ours)
+        _COUNTS.reset(token)
+
+    spec = pl.BlockSpec((*(None for _ in grid), 3), lambda *program: (*program, 0))
+    counts = jax.ShapeDtypeStruct((*grid, 3), jnp.int32)
+    if many:
+        return counting, _Many([*specs, spec]), [*shapes, counts]
+    return counting, [specs, spec], [shapes, counts]
+
+
+def _count(column: int, value: Array, mask: Array | None) -> None:
+    counts = _COUNTS.get()
+    if counts is not None:
+        elements = value.size if mask is None else jnp.broadcast_to(mask, value.shape).sum(dtype=jnp.int32)
+        counts[column] += jnp.asarray(elements * value.dtype.itemsize, jnp.int32)
 
 
 def load(ref: Any, *, mask: Array | None = None, other: Any = None, eviction_policy: str | None = None) -> Array:
     """Loads what `ref.at[...]` names; where `mask` is False nothing is read and the value is `other`."""
-    return _backend.load(ref, mask=mask, other=other, eviction_policy=eviction_policy)
+    value = _backend.load(ref, mask=mask, other=other, eviction_policy=eviction_policy)
+    _count(_LOADED, value, mask)
+    return value
 
 
 def store(ref: Any, value: Array, *, mask: Array | None = None) -> None:
     """Stores to what `ref.at[...]` names, where `mask` is True."""
+    _count(_STORED, value, mask)
     _backend.store(ref, value, mask=mask)
 
 
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
     """Matrix product in float32; float32 operands are not rounded to TF32, as Triton would by default."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    counts = _COUNTS.get()
+    if counts is not None:
+        counts[_FLOPS] += 2 * a.size * b.shape[0 if trans_b else 1]
     return _backend.dot(a, b, trans_b=trans_b, precision=precision)
 
 

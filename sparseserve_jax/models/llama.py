@@ -121,3 +121,22 @@ def unembed(
     """Final norm and logits in float32."""
     x = cast(Array, RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
     return matmul(x, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
+
+
+def abstract_params(config: ModelConfig, dtype: str) -> Any:
+    """Shapes and dtypes of a model's parameters, as `weights.load_params` would load them; allocates nothing."""
+    tokens = jax.ShapeDtypeStruct((1, config.hidden_size), jnp.float32)
+    angles = jax.ShapeDtypeStruct((1, config.head_dim), jnp.float32)
+    layer = DecoderLayer(config, jnp.dtype(dtype))
+
+    def init(hidden: Array, cos: Array, sin: Array) -> Any:
+        return layer.init(jax.random.key(0), hidden, cos, sin, lambda q, k, v: (q, None))["params"]
+
+    layer_params = jax.eval_shape(init, tokens, angles, angles)
+    matrix = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.dtype(dtype))
+    params = {
+        "embed_tokens": matrix,
+        "layers": [layer_params] * config.num_layers,
+        "norm": {"scale": jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32)},
+    }
+    return params if config.tie_word_embeddings else params | {"lm_head": matrix}
