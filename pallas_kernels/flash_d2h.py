@@ -1,4 +1,16 @@
-"""FlashD2H (SparseServe, section 3.2) as one kernel: new pieces from the device straight into the pinned host pool."""
+"""FlashD2H (SparseServe, section 3.2) as one kernel: new pieces from the device straight into the pinned host pool.
+
+Pools of both tiers are `[num_blocks, num_kv_heads, 2, block_size, head_dim]`; one program a (block, head) writes its
+piece where it belongs, with 16-byte stores over PCIe, in place in the donated host pool.
+
+The paper copies new KV in one contiguous run to a staging buffer, from which CPU threads scatter it, so that saving
+takes no SMs from prefill. Inside an XLA program there is no such second half: a scatter on the host
+(`compute_on("device_host")`) copies the whole host pool, and XLA's scatter on the device writes a bfloat16 pool with a
+compare-and-swap loop over PCIe for every element (jax 0.10.2). The price of writing directly is that the compute stream
+waits for the link: the paper measures prefill at 1.28x with a saving kernel, against 1.00x (its figure 14).
+
+Interpret mode cannot write pinned memory, so there the host pool goes to the device and back: for tests.
+"""
 
 from __future__ import annotations
 

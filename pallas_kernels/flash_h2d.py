@@ -3,8 +3,8 @@
 Pools of both tiers are `[num_blocks, num_kv_heads, 2, block_size, head_dim]`; a piece `[block, head]` is contiguous
 (16 KiB at 32 x 128 in bfloat16). One program a (sequence, head, selected block): it exits at once when its block is
 there, else it reads the piece over PCIe where it lies (no copy engine, no staging, no packing of the misses) and writes
-it to its slot of the donated device pool. Exactly the missing pieces cross the link. There is no other form on a GPU:
-a gather from a host pool in XLA does not compile for CUDA (jax 0.10.2).
+it to its slot of the donated device pool. Exactly the missing pieces cross the link. XLA has no equal: the gather of
+`host_offload.flash_h2d` does not compile for CUDA (jax 0.10.2), and gathers that do go through a buffer on the host.
 
 Interpret mode cannot read pinned memory, so there the host pool is first copied to the device: for tests.
 """

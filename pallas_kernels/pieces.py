@@ -15,9 +15,9 @@ from pallas_kernels.triton import load, store
 
 BYTES_PER_THREAD = 128
 """Eight 16-byte loads of every thread, all issued before the first store. What matters over PCIe is bytes in flight
-(32 GB/s x 1-2 us of latency = 32-64 KiB), and so three programs fill the link at any number of warps; fewer threads
-would run out of registers (a float32 piece of 64 x 256 is 128 KiB), more would make the many programs that only look
-and exit dearer."""
+(32 GB/s x 1-2 us of latency = 32-64 KiB), so a few pieces of 16 KiB fill the link whatever the number of warps; fewer
+threads would run out of registers (a float32 piece of 64 x 256 is 128 KiB), more would make the many programs that only
+look and exit dearer."""
 MAX_WARPS = 16
 
 
