@@ -91,7 +91,7 @@ def gather_halves(
     pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
     block_ids: Int[Array, "num_seqs num_kv_heads num_selected"],
     half: int,
-) -> Float[Array, "num_seqs num_kv_heads num_selected block_size head_dim"]:
+) -> Num[Array, "num_seqs num_kv_heads num_selected block_size head_dim"]:
     """The keys (half 0) or values (half 1) of every head's own block ids.
 
     A flat take, and one for each half: on the CPU 3x faster than indexing two axes, 1.4x than taking both at once.
@@ -266,11 +266,12 @@ def decode_attention(
     query_mask: Bool[Array, "num_seqs num_kv_heads group num_selected"] | None,
     *,
     scale: float,
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
 ) -> Float[Array, "num_seqs num_q_heads head_dim"]:
     """One query token a sequence over the given blocks, whose first `num_valid` tokens count (0 = skip the block).
 
     Flash-style over chunks of DECODE_CHUNK_TOKENS, as many as the batch needs. A row with nothing to attend to gives
-    zeros.
+    zeros. Of an int8 pool, a value is its integer times the `kv_scales` of its (block, KV head, K or V).
     """
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[1], pool.shape[3]
@@ -280,6 +281,14 @@ def decode_attention(
     block_ids = jnp.pad(block_ids, ((0, 0), (0, 0), (0, pad)))
     num_valid = jnp.pad(num_valid, ((0, 0), (0, 0), (0, pad)))
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
+    if kv_scales is not None:
+        q = q.astype(jnp.bfloat16)  # as a kernel multiplies them
+
+    def gather(ids: Array, half: int) -> Array:
+        values = gather_halves(pool, ids, half)
+        if kv_scales is not None:
+            values = values * kv_scales[ids, jnp.arange(num_kv_heads)[None, :, None], half][..., None, None]
+        return values.reshape(num_seqs, num_kv_heads, chunk * block_size, head_dim)
 
     def body(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         start = index * chunk
@@ -291,8 +300,7 @@ def decode_attention(
             padded = jnp.pad(query_mask, ((0, 0), (0, 0), (0, 0), (0, pad)))
             mask = jax.lax.dynamic_slice_in_dim(padded, start, chunk, axis=3)
             ok = ok & jnp.repeat(mask, block_size, axis=3)
-        k = gather_halves(pool, ids, 0).reshape(num_seqs, num_kv_heads, chunk * block_size, head_dim)
-        v = gather_halves(pool, ids, 1).reshape(num_seqs, num_kv_heads, chunk * block_size, head_dim)
+        k, v = gather(ids, 0), gather(ids, 1)
         v = jnp.where((jnp.arange(block_size) < counts[..., None]).reshape(*v.shape[:3], 1), v, 0)
         s = _dot(q.astype(k.dtype), k, (((3,), (3,)), ((0, 1), (0, 1))))  # [seqs, heads, group, tokens]
         return _flash_update(*carry, jnp.where(ok, s, NEG_INF), ok, v, (((3,), (2,)), ((0, 1), (0, 1))), scale)
