@@ -53,6 +53,12 @@ def to_device(inputs: Tree) -> Tree:
     return jax.device_put(inputs)
 
 
+def place(array: Any, device: jax.Device, *, in_host_memory: bool = False) -> Any:
+    """A copy of one array on `device` or in its pinned host memory; None stays None (checks and measurements)."""
+    sharding = host_sharding(device) if in_host_memory else SingleDeviceSharding(device)
+    return None if array is None else jax.device_put(array, sharding)
+
+
 def to_device_space(array: Array) -> Array:
     """Inside a jitted function: an array of any memory, in device memory.
 

@@ -44,7 +44,7 @@ LONG_ROW_SPLITS = 4
 length, and a single program for each head of the longest would read at a fraction of the bandwidth once the others are
 done (32 KiB a step of about 1 us: 35 GB/s a program)."""
 MAX_PARTIAL_SHARE = 0.04
-"""Partial results, written and read, as a share of the selected blocks' bytes."""
+"""Of the selected blocks' bytes: what all splits together move besides (query and partial results)."""
 STEP_BYTES = 32 * 1024
 """K and V of one step. With one more in flight behind it a program hides the latency of memory (32 KiB for each of 108
 SMs are 4x the product of 1.56 TB/s and 0.6 us), and two programs fit an SM's shared memory."""
@@ -148,7 +148,8 @@ def num_splits(
     partial results within MAX_PARTIAL_SHARE of the selected blocks' bytes, nor than shorten the longest program.
     """
     block_bytes = 2 * block_size * head_dim * jnp.dtype(dtype).itemsize
-    partial_bytes = 2 * group * (head_dim + 2) * 4  # values, maximum and sum in float32, written and read again
+    # The query, and values, maximum and sum in float32, written and read again.
+    partial_bytes = group * (head_dim * 2 + 2 * (head_dim + 2) * 4)
     splits = min(
         max(
             MAX_PROGRAMS // (num_seqs * num_kv_heads),
@@ -251,7 +252,7 @@ def _attend(
         k = load(pool_ref.at[where, columns], mask=exists[:, None], other=0)
         s = dot(q, from_storage(k).astype(compute_dtype), trans_b=True)  # [rows, tokens]
         if scales_ref is not None:
-            s = s * load(scales_ref.at[half], mask=exists, other=0.0)[None, :]
+            s = s * load(scales_ref.at[half], mask=exists, other=0.0, repeats=block_size)[None, :]
         seen = exists[None, :]
         if mask_ref is not None:
             seen = seen & by_token([entry[2][:, None] for entry in blocks])
@@ -262,7 +263,7 @@ def _attend(
         alpha = jnp.exp2((maximum - new_maximum) * exponent)[:, None]
         total = total * alpha + p
         if scales_ref is not None:
-            p = p * load(scales_ref.at[half + 1], mask=exists, other=0.0)[None, :]
+            p = p * load(scales_ref.at[half + 1], mask=exists, other=0.0, repeats=block_size)[None, :]
         v = load(pool_ref.at[where + block_size, columns], mask=exists[:, None], other=0)
         acc = acc * alpha + dot(p.astype(compute_dtype), from_storage(v).astype(compute_dtype))
         return acc, new_maximum, total, following

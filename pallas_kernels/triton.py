@@ -119,17 +119,23 @@ def _counted(kernel: Callable[..., None], grid: tuple[int, ...], specs: Any, sha
     return counting, [specs, spec], [shapes, counts]
 
 
-def _count(column: int, value: Array, mask: Array | None) -> None:
+def _count(column: int, value: Array, mask: Array | None, repeats: int = 1) -> None:
     counts = _COUNTS.get()
     if counts is not None:
         elements = value.size if mask is None else jnp.broadcast_to(mask, value.shape).sum(dtype=jnp.int32)
-        counts[column] += jnp.asarray(elements * value.dtype.itemsize, jnp.int32)
+        counts[column] += jnp.asarray(elements * value.dtype.itemsize // repeats, jnp.int32)
 
 
-def load(ref: Any, *, mask: Array | None = None, other: Any = None, eviction_policy: str | None = None) -> Array:
-    """Loads what `ref.at[...]` names; where `mask` is False nothing is read and the value is `other`."""
+def load(
+    ref: Any, *, mask: Array | None = None, other: Any = None, eviction_policy: str | None = None, repeats: int = 1
+) -> Array:
+    """Loads what `ref.at[...]` names; where `mask` is False nothing is read and the value is `other`.
+
+    Args:
+        repeats: how many neighbours load the same address, which costs memory once (for the traffic meter).
+    """
     value = _backend.load(ref, mask=mask, other=other, eviction_policy=eviction_policy)
-    _count(_LOADED, value, mask)
+    _count(_LOADED, value, mask, repeats)
     return value
 
 

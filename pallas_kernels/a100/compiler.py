@@ -147,6 +147,8 @@ def compile_for_a100(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     lowered = lower_for_cuda(function, *args, **kwargs)
     with tempfile.TemporaryDirectory() as folder:
         overrides: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        if jax.__version_info__ >= (0, 11):
+            overrides["xla_dump_emitter_re"] = "ptx|llvm"  # PTX is no longer dumped unasked
         options = jax_compiler.get_compile_options(
             num_replicas=1, num_partitions=1,
             env_options_overrides=overrides,
@@ -199,6 +201,8 @@ def _assemble(ptx: Path) -> dict[str, dict[str, Any]]:
     text = ptx.read_text()
     if ".entry" not in text:
         return {}
+    # Newer XLA writes PTX 9.0, which the CUDA 12 assembler refuses for its number alone.
+    ptx.write_text(text := re.sub(r"^\.version 9\.\d$", ".version 8.8", text, flags=re.MULTILINE))
     command = [str(_cuda_tool("ptxas")), "-v", f"-arch={ARCHITECTURE}", str(ptx), "-o", "/dev/null"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     bodies = dict(re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", text, re.DOTALL))

@@ -61,3 +61,8 @@ def programs_per_sm(*, threads: int, registers: int, shared_memory_bytes: int) -
     if registers_per_warp:
         limits.append(REGISTERS_PER_SM // registers_per_warp // warps)
     return min(limits)
+
+
+def describe() -> str:
+    """The target in one line, for reports."""
+    return f"A100-SXM4-40GB ({ARCHITECTURE}): 1,555 GB/s, 312 TFLOP/s bf16, PCIe 32 GB/s"
