@@ -11,10 +11,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from host_offload import flash_d2h, flash_h2d
 from pallas_kernels import reference
+from pallas_kernels.support import check_supported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,31 @@ class Kernels:
     interpreted: bool = False
     """Run by Pallas' interpreter, not compiled: right everywhere, and slow."""
 
+    def describe(self) -> str:
+        """The name, as printed at start."""
+        return f"{self.name}, interpreted (slow: for tests)" if self.interpreted else self.name
+
+    def require(self, *, head_dim: int, block_size: int, dtype: str, group: int, tiered: bool, platform: str) -> None:
+        """Refuses a model or a configuration that these kernels cannot serve, before anything is loaded.
+
+        Args:
+            group: query heads of one KV head.
+            tiered: KV lies in pinned host memory.
+
+        Raises:
+            NotImplementedError: names the value, what is supported and the remedy.
+        """
+        if self.name == "pallas":
+            for operation in ("decode_attention", "prefill_attention"):
+                check_supported(
+                    operation, head_dim=head_dim, block_size=block_size, dtype=jnp.dtype(dtype), group=group
+                )
+        elif tiered and platform == "gpu":
+            raise NotImplementedError(
+                f"implementation={self.name!r} has no KV tiers on a GPU: XLA compiles no gather from host memory "
+                "there; use implementation='pallas' or kv_tiers='unified'"
+            )
+
 
 _REFERENCE = Kernels(
     name="reference",
@@ -58,8 +85,16 @@ _REFERENCE = Kernels(
 @functools.cache
 def _pallas(interpret: bool) -> Kernels:
     # Imported here: who runs on a CPU need not wait for Pallas.
-    from pallas_kernels import append, decode_attention, flash_d2h, flash_h2d, match_slots, prefill_attention
-    from pallas_kernels import score_blocks, select_blocks
+    from pallas_kernels import (
+        append,
+        decode_attention,
+        flash_d2h,
+        flash_h2d,
+        match_slots,
+        prefill_attention,
+        score_blocks,
+        select_blocks,
+    )
 
     fixed = functools.partial(functools.partial, interpret=interpret)
     return Kernels(

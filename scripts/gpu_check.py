@@ -153,7 +153,7 @@ def _count_results(xml: Path) -> dict[str, Any]:
 
 
 def time_kernels(plan: Plan, device: jax.Device) -> list[dict[str, Any]]:
-    """Every operation: seconds, its roofline on this device, plain XLA's seconds, and whether both agree."""
+    """Every operation: seconds of a call, its roofline on this device, and plain XLA's seconds."""
     kernels, reference = get_kernels("pallas", device.platform), get_kernels("reference", device.platform)
     rows = []
     for case in _timed_cases(plan):

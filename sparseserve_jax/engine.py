@@ -69,6 +69,10 @@ class Engine:
         self.model_config = source.config
         device = jax.devices()[0]
         kernels = get_kernels(config.implementation, device.platform)
+        kernels.require(
+            head_dim=source.config.head_dim, block_size=config.block_size, dtype=config.dtype,
+            group=source.config.group_size, tiered=config.kv_tiers == "tiered", platform=device.platform,
+        )  # fmt: skip
         free_device, free_host = physical_memory_bytes(device)
         self.layout = plan_layout(
             config,
@@ -89,7 +93,13 @@ class Engine:
         self.runner = ModelRunner(params, source.config, config, self.layout, kernels, device)
         self.scheduler = Scheduler(config, self.layout)
         self.info: EngineInfo = describe_engine(
-            config, source.describe(), source.config, kernels.name, str(cache) if cache else None, device, self.runner
+            config,
+            source.describe(),
+            source.config,
+            kernels.describe(),
+            str(cache) if cache else None,
+            device,
+            self.runner,
         )
         for line in self.info.lines():
             logger.info(line)
