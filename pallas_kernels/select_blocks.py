@@ -11,7 +11,7 @@ of each chunk, by the same kernel, are the candidates of another pass (any block
 included, is among the best of its chunk).
 
 Of top_k and sort, 64 of a row for 8 x 8 rows, XLA makes 4 kernels at 1,024 and 4,096 blocks, which sort whole rows with
-their indices: they move 4 times the bytes of the ranks. At 32,768 blocks it makes 13, which pass over 16 MiB ten times
+their indices: 3 times the bytes of the ranks move. At 32,768 blocks it makes 13, which pass over 16 MiB ten times
 (compiled without a GPU, where it cannot take CUB's sort). Here it is one kernel that reads ranks once and writes ids,
 and at 32,768 two that also pass 128 KiB of candidates.
 """
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.triton import IN_PLACE, TrafficMeter, kernel_call, load, store
+from pallas_kernels.triton import IN_PLACE, kernel_call, load, store
 
 CHUNK = 4096
 """Ranks that one program selects from: 16 registers of each of 256 threads."""
@@ -38,7 +38,7 @@ NEVER = jnp.iinfo(jnp.int32).min
 
 
 def select_blocks(
-    ranks: Float[Array, "num_seqs num_select_heads max_blocks"], *, num_selected: int, interpret: bool | TrafficMeter
+    ranks: Float[Array, "num_seqs num_select_heads max_blocks"], *, num_selected: int, interpret: bool
 ) -> Int[Array, "num_seqs num_select_heads num_selected"]:
     """The ids of the best ranked blocks, ascending, -1 after the last; a rank of -inf is never chosen.
 
