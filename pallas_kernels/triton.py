@@ -46,15 +46,25 @@ class Traffic:
 
 
 class TrafficMeter:
-    """Given as `interpret=` to an operation, interprets its kernels and notes the traffic of each in `calls`."""
+    """Notes the traffic of all kernels interpreted inside its `with` block, outside of any jit, in `calls`."""
 
     def __init__(self) -> None:
         self.calls: list[Traffic] = []
+
+    def __enter__(self) -> TrafficMeter:
+        self._token = _METER.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _METER.reset(self._token)
 
     def note(self, name: str, grid: tuple[int, ...], counts: Array) -> None:
         """Adds one call; `counts` is `[*grid, 3]`."""
         totals = np.asarray(counts).reshape(-1, 3).astype(np.int64).sum(axis=0)
         self.calls.append(Traffic(name, grid, *totals.tolist()))
+
+
+_METER: contextvars.ContextVar[TrafficMeter | None] = contextvars.ContextVar("meter", default=None)
 
 
 def kernel_call(
@@ -68,7 +78,7 @@ def kernel_call(
     num_warps: int,
     num_stages: int = 1,
     aliases: dict[int, int] | None = None,
-    interpret: bool | TrafficMeter,
+    interpret: bool,
 ) -> Any:
     """Runs a kernel over a grid.
 
@@ -78,21 +88,21 @@ def kernel_call(
         num_stages: depth of the software pipeline of loads in the kernel's loop.
         aliases: input index -> output index of arrays updated in place.
         interpret: run as XLA operations on any platform. Costs a copy of every array a program: for tests.
-            A `TrafficMeter` also counts.
     """
-    if isinstance(interpret, TrafficMeter):
+    meter = _METER.get() if interpret else None
+    if meter is not None:
         kernel, out_specs, out_shape = _counted(kernel, grid, out_specs, out_shape)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         params = _backend.CompilerParams(num_warps=num_warps, num_stages=num_stages)
         call = pl.pallas_call(
             kernel, grid=grid, in_specs=list(in_specs), out_specs=out_specs, out_shape=out_shape, name=name,
-            input_output_aliases=aliases or {}, compiler_params=params, interpret=bool(interpret),
+            input_output_aliases=aliases or {}, compiler_params=params, interpret=interpret,
         )  # fmt: skip
         out = call(*arrays)
-    if isinstance(interpret, TrafficMeter):
+    if meter is not None:
         *out, counts = out
-        interpret.note(name, grid, counts)
+        meter.note(name, grid, counts)
         return out if isinstance(out_specs, _Many) else out[0]
     return out
 
@@ -132,7 +142,8 @@ def load(
     """Loads what `ref.at[...]` names; where `mask` is False nothing is read and the value is `other`.
 
     Args:
-        repeats: how many neighbours load the same address, which costs memory once (for the traffic meter).
+        repeats: how often the same address is loaded, by neighbours or by programs that run together, and comes from
+            cache but once (for the traffic meter).
     """
     value = _backend.load(ref, mask=mask, other=other, eviction_policy=eviction_policy)
     _count(_LOADED, value, mask, repeats)

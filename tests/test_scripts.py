@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.a100 import cases
+from pallas_kernels.a100.compiler import missing_reason
 from pallas_kernels.api import get_kernels
 from sparseserve_jax.models.config import ModelConfig
 
@@ -45,3 +48,68 @@ def test_selection_quality_measures_what_it_says(quality):
     assert values[128, "cuboid-mean, per query head"][0] >= values[128, "cuboid-mean"][0] - 0.01
     for method in ("cuboid-mean", "quest", "mean", "newest", "oracle"):
         np.testing.assert_allclose(values[1024, method], [1.0, 0.0], atol=1e-5)
+
+
+def run_main(script: str, monkeypatch, changed: dict[str, object] | None = None, **options) -> None:
+    """The script's main with its options; `changed` replaces names of the module first."""
+    monkeypatch.setattr(sys, "argv", [script])
+    module = runpy.run_path(str(SCRIPTS / script))
+    module["main"].__globals__.update(changed or {})
+    module["main"](**options)
+
+
+@pytest.mark.skipif(missing_reason() is not None, reason=missing_reason() or "")
+def test_compile_report_writes_what_others_read(monkeypatch, tmp_path):
+    small = [
+        cases.decode_attention(num_seqs=1, num_kv_heads=1, num_selected=16),
+        *cases.transfers(num_seqs=1, num_kv_heads=1, num_selected=2),
+    ]
+    options = {"json_file": tmp_path / "report.json", "png_file": tmp_path / "roofline.png"}
+    run_main(
+        "compile_report.py", monkeypatch, {"reported_cases": lambda: iter(small)},
+        layers=0, kernels_only=True, **options,
+    )  # fmt: skip
+    report = json.loads(options["json_file"].read_text())
+    assert "sm_80" in report["target"]
+    rows = {row["name"]: row for row in report["kernels"]}
+    assert set(rows) == {"decode_attention", "flash_h2d", "load_blocks", "save_blocks", "save_pieces"}
+    wanted = {
+        "name", "shape", "registers", "spill_bytes", "shared_memory_bytes", "programs_per_sm", "mma", "async_copies",
+        "bytes_moved", "bytes_minimum", "roofline_s",
+    }  # fmt: skip
+    for row in rows.values():
+        assert wanted <= row.keys()
+        assert row["bytes_moved"] >= row["bytes_minimum"] > 0
+        assert row["spill_bytes"] == 0 and row["roofline_s"] > 0
+    assert rows["flash_h2d"]["pcie_bytes"] == rows["flash_h2d"]["pcie_bytes_minimum"] == 2 * 2 * 32 * 128 // 2 * 2
+    assert rows["flash_h2d"]["bound_by"] == "PCIe"
+    assert rows["decode_attention"]["mma"] > 0
+    assert options["png_file"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpu_check_dry_run(monkeypatch, tmp_path):
+    """Every part but the conformance suite, which runs here anyway."""
+    file = tmp_path / "check.json"
+    parts = "kernels,transfers,serving"
+    run_main("gpu_check.py", monkeypatch, json_file=file, dry_run=True, budget_s=600.0, only=parts)
+    report = json.loads(file.read_text())
+    assert report["dry_run"] and not report["skipped"]
+    assert {row["operation"] for row in report["kernels"]} >= {"decode_attention", "score_blocks", "flash_h2d"}
+    assert all(row["seconds"] > 0 and row["roofline_s"] > 0 for row in report["kernels"])
+    assert report["transfers"]["flash_h2d_gbps"] > 0
+    assert report["serving"]["tiered"]["kernels"].startswith("pallas, interpreted")
+    assert report["serving"]["tiered"]["blocks_loaded"] > 0
+    assert report["serving"]["unified"]["same_tokens_as_tiered"] == 1.0
+
+
+def test_gpu_check_without_a_gpu_says_so(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match="no GPU: jax runs on cpu"):
+        run_main(
+            "gpu_check.py", monkeypatch, json_file=tmp_path / "x.json", dry_run=False, budget_s=1.0, only="kernels"
+        )
+
+
+@pytest.mark.gpu
+def test_gpu_check(monkeypatch, tmp_path):
+    options = {"dry_run": False, "budget_s": 350.0, "only": "conformance,kernels,transfers,serving"}
+    run_main("gpu_check.py", monkeypatch, json_file=tmp_path / "check.json", **options)

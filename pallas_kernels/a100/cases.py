@@ -70,9 +70,9 @@ class Case:
 
     def traffic(self) -> list[Traffic]:
         """What the kernels load, store and multiply, by running them in the interpreter."""
-        meter = TrafficMeter()
-        metered = getattr(get_kernels("pallas", "cpu"), self.operation)
-        jax.block_until_ready(metered(*map(_to_jax, self.arrays), **self.fixed, interpret=meter))
+        operation = getattr(get_kernels("pallas", "cpu"), self.operation)
+        with TrafficMeter() as meter:
+            jax.block_until_ready(operation(*map(_to_jax, self.arrays), **self.fixed))
         return meter.calls
 
     def bytes_requested(self, traffic: Traffic) -> int:
