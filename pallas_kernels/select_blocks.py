@@ -3,8 +3,9 @@
 float32 ranks become int32 keys of the same order, and bisection over the keys finds the num_selected-th largest: each
 step counts the keys at or above a threshold (radix select, one bit at a time, as keys stay in registers; Alabi et al.,
 "Fast k-selection algorithms for graphics processing units", 2012). It ends as soon as a threshold has exactly
-num_selected keys above it: after 14 steps on average for 64 of 256 to 4,096 random softmax weights, 32 at most. A prefix sum over what is
-chosen is its place in the output, so ids come out ascending with nothing sorted, and of equal ranks the first few.
+num_selected keys above it: after 14 steps on average for 64 of 256 to 4,096 random softmax weights, after 32 at most.
+A prefix sum over what is chosen is its place in the output, so ids come out ascending with nothing sorted, and of equal
+ranks the first few.
 
 One program a (sequence, head) while a row fits in registers, `CHUNK` ranks. A longer row is cut into chunks: the best
 of each chunk, by the same kernel, are the candidates of another pass (any block among the best of the row, ties
