@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 PINNED_HOST = "pinned_host"
-Tree = TypeVar("Tree")
 
 
 def host_sharding(device: jax.Device) -> SingleDeviceSharding:
@@ -45,7 +44,7 @@ def allocate_host_pools(
     return tuple(make_pool() for _ in range(num_layers))
 
 
-def to_device(inputs: Tree) -> Tree:
+def to_device(inputs: Any) -> Any:
     """Copies small host inputs (a tree of NumPy arrays and scalars) to the device in one call.
 
     The arrays must be fresh: on the CPU backend the device array may alias them, so later writes would show through.

@@ -107,6 +107,7 @@ class Engine:
         self._children: dict[str, list[str]] = {}  # by request
         self._ended: list[RequestOutput] = []  # to be reported by the next step: aborted, or passed over by a stream
         self._num_requests = 0
+        self._failure: Exception | None = None
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,13 @@ class Engine:
         yield from self.runner.warm_up()
 
     def step(self) -> list[RequestOutput]:
-        """One iteration: decode and prefill work of one plan. Returns a snapshot of every request that got a token."""
+        """One iteration: decode and prefill work of one plan. Returns a snapshot of every request that got a token.
+
+        Raises:
+            RuntimeError: a step failed on the device (now, or before: its KV was given away, so nothing can go on).
+        """
+        if self._failure is not None:
+            raise RuntimeError("an earlier step failed, and its KV is lost; make a new Engine") from self._failure
         plan = self.scheduler.schedule(self._clock())
         outputs, self._ended = self._ended, []
         if plan.is_empty:
@@ -150,7 +157,11 @@ class Engine:
         for segment in plan.prefill:
             for item in segment.items:
                 self._processors[item.request_id].note_started(started)
-        result = self.runner.execute(plan)
+        try:
+            result = self.runner.execute(plan)
+        except Exception as error:
+            self._failure = error
+            raise
         grown = self._process(plan, result)
         if not self._processors:
             self._release()
@@ -224,7 +235,7 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
             self._ended = [output for output in self._ended if output.request_id not in mine]
-            if not self._processors:
+            if not self._processors and self._failure is None:
                 self._release()
 
     # --- parts -------------------------------------------------------------------------------------------------------

@@ -299,3 +299,18 @@ def test_metrics_add_up(model):
     assert m.bytes_saved == (19 * 4 * 2 + 4 * 2) * piece  # the prompt's blocks, and the one that filled while decoding
     assert m.ttft_s is not None and m.ttft_s >= m.queue_s >= 0 and len(m.tbt_s) == len(output.token_ids) - 1
     assert 0 < m.working_set_slots <= 19 and m.working_set_blocks <= m.working_set_slots * 3 * 2
+
+
+def test_a_step_that_fails_on_the_device_says_why_and_the_engine_says_so_later(model, monkeypatch):
+    """Its KV was donated to the step that failed: going on would serve garbage."""
+    engine = Engine(model, UNIFIED)
+
+    def fail(plan: object) -> None:
+        raise MemoryError("out of device memory")
+
+    monkeypatch.setattr(engine.runner, "execute", fail)
+    with pytest.raises(MemoryError, match="out of device memory"):
+        engine.generate([Request(prompt=[1, 2, 3], sampling=GREEDY)])
+    with pytest.raises(RuntimeError, match="an earlier step failed.*make a new Engine") as error:
+        engine.generate([Request(prompt=[1, 2, 3], sampling=GREEDY)])
+    assert isinstance(error.value.__cause__, MemoryError)

@@ -19,7 +19,7 @@ from pallas_kernels.storage import storage_dtype
 from sparseserve_jax.cache.layout import KVLayout, plan_layout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
-from sparseserve_jax.models.decode import decode_step
+from sparseserve_jax.models.decode import DecodeInputs, decode_step
 from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.llama import abstract_params
 from sparseserve_jax.models.prefill import prefill_layer
@@ -77,7 +77,7 @@ class AbstractRunner:
         width = buckets.bucket_for(layout.blocks_for(context_tokens), widths)
         zeros = np.zeros(num_seqs, np.int32)
         inputs = self._tables.decode_inputs(zeros, zeros, np.full_like(zeros, self._tables.padding_row), width)
-        args = (self.params, self.state, self.host_pools, abstract(inputs))
+        args = (self.params, self.state, self.host_pools, DecodeInputs(**abstract(inputs)))
         return Program(function=decode_step, args=args, kwargs={"spec": self.spec})
 
     def prefill_layer(self, num_tokens: int) -> Program:

@@ -19,7 +19,7 @@ from pallas_kernels.storage import storage_dtype
 from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
-from sparseserve_jax.models.decode import DecodeOutputs, decode_step
+from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
 from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.llama import embed
 from sparseserve_jax.models.prefill import prefill_layer, prefill_logits
@@ -315,7 +315,7 @@ class ModelRunner:
         return self._run_decode(tokens, positions, rows, width)
 
     def _run_decode(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
-        inputs = to_device(self._tables.decode_inputs(tokens, positions, rows, width))
+        inputs = DecodeInputs(**to_device(self._tables.decode_inputs(tokens, positions, rows, width)))
         self._state, outputs = decode_step(self.params, self._state, self._host_pools, inputs, spec=self.spec)
         return outputs
 

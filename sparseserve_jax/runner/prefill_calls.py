@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -118,9 +117,9 @@ class OpenCall:
             tile_prompt[tile : tile + num_tiles] = index
             tile_start[tile : tile + num_tiles] = start + np.arange(num_tiles) * PREFILL_TILE
             tile_tokens[tile : tile + num_tiles] = np.minimum(PREFILL_TILE, n - np.arange(num_tiles) * PREFILL_TILE)
-        arrays: dict[str, Any] = {
+        arrays = {
             "positions": positions, "pool_ids": pool_ids, "digest_ids": digest_ids, "block_tokens": block_tokens,
             "block_tables": tables, "tile_prompt": tile_prompt, "tile_start": tile_start, "tile_tokens": tile_tokens,
         }  # fmt: skip
-        call = to_device(PrefillCall(**arrays))
+        call = PrefillCall(**to_device(arrays))
         return call, call.digest_ids

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from sparseserve_jax.cache.layout import KVLayout
-from sparseserve_jax.models.decode import DecodeInputs
 from sparseserve_jax.plan import Admission, Grant
 from sparseserve_jax.request import SamplingParams
 
@@ -75,11 +73,12 @@ class SequenceTables:
         self.blocks[row] = 0
         self.withdraw(row)
 
-    def decode_inputs(self, token_ids: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeInputs:
-        """Inputs of a decode step in host memory, with block tables of `width` blocks."""
-        arrays: dict[str, Any] = {
+    def decode_inputs(
+        self, token_ids: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int
+    ) -> dict[str, np.ndarray]:
+        """Fields of `DecodeInputs` for a step with block tables of `width` blocks."""
+        return {
             "token_ids": token_ids, "positions": positions, "rows": rows,
             "block_tables": self.blocks[rows, :width], "dense_tables": self.dense[rows, :width],
             "slot_tables": self.slots[rows], "num_slots": self.num_slots[rows],
         }  # fmt: skip
-        return DecodeInputs(**arrays)
