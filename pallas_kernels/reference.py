@@ -320,6 +320,7 @@ def prefill_attention(
     tile_prompt: Int[Array, "num_tiles"],
     tile_start: Int[Array, "num_tiles"],
     tile_tokens: Int[Array, "num_tiles"],
+    tile_mask: Bool[Array, "num_tiles num_q_heads num_key_tiles"] | None = None,
     *,
     scale: float,
     merge_tiles: int = 1,
@@ -332,6 +333,9 @@ def prefill_attention(
         tile_prompt: row of `block_tables` that a tile belongs to.
         tile_start: position of the tile's first token in its prompt.
         tile_tokens: tokens of the tile that are real; the rest gives zeros.
+        tile_mask: the key tiles that a query head attends to in a tile (sparse prefill); the j-th is the PREFILL_TILE
+            tokens of the prompt from `j * PREFILL_TILE` on. There is none past the last. A query with no key to attend
+            to gives zeros.
         merge_tiles: tiles taken as one (a power of two), when the whole call is one prompt.
     """
     num_tokens, num_q_heads, head_dim = q.shape
@@ -345,9 +349,13 @@ def prefill_attention(
     tiles = q.reshape(-1, tile, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     tiles = tiles.reshape(-1, num_kv_heads, group * tile, head_dim)
     row_in_tile = jnp.arange(group * tile) % tile
+    if tile_mask is not None:  # [merged tiles, kv_heads, group, merge_tiles, key tiles that the tables can hold]
+        missing = -(-tables.shape[1] * block_size // PREFILL_TILE) - tile_mask.shape[2]
+        kept = jnp.pad(tile_mask, ((0, 0), (0, 0), (0, max(0, missing))))
+        kept = kept.reshape(-1, merge_tiles, num_kv_heads, group, kept.shape[2]).transpose(0, 2, 3, 1, 4)
 
     def one_tile(args: tuple[Array, ...]) -> Array:
-        tile_q, prompt, start, count = args
+        tile_q, prompt, start, count, *keep = args
         positions = start + row_in_tile
         table = tables[prompt]
 
@@ -366,17 +374,23 @@ def prefill_attention(
             keys = index * PREFILL_KEY_TOKENS + jnp.arange(PREFILL_KEY_TOKENS)
             v = jnp.where((keys < start + count)[None, :, None], v, 0)
             ok = ((keys[None, :] <= positions[:, None]) & (row_in_tile < count)[:, None])[None]
+            if keep:
+                width = PREFILL_KEY_TOKENS // PREFILL_TILE
+                here = jax.lax.dynamic_slice_in_dim(keep[0], index * width, width, axis=3)
+                here = jnp.repeat(here, PREFILL_TILE, axis=2).reshape(num_kv_heads, group * tile, width)
+                ok = ok & jnp.repeat(here, PREFILL_TILE, axis=2)
             return _flash_update(*carry, jnp.where(ok, s, NEG_INF), ok, v, (((2,), (1,)), ((0,), (0,))), scale)
 
         shape = (num_kv_heads, group * tile, 1)
         carry = (jnp.full(shape, NEG_INF), jnp.zeros(shape), jnp.zeros((num_kv_heads, group * tile, head_dim)))
-        num_past = jnp.where(count > 0, start // PREFILL_KEY_TOKENS, 0)
+        num_past = jnp.where(count > 0, start // PREFILL_KEY_TOKENS, 0) if tile_mask is None else 0
         num_chunks = jnp.where(count > 0, (start + count + PREFILL_KEY_TOKENS - 1) // PREFILL_KEY_TOKENS, 0)
         carry = jax.lax.fori_loop(0, num_past, past, carry)
         _, total, acc = jax.lax.fori_loop(num_past, num_chunks, diagonal, carry)
         return jnp.where((row_in_tile < count)[None, :, None], acc / jnp.where(total == 0.0, 1.0, total), 0.0)
 
-    out = jax.lax.map(one_tile, (tiles, tile_prompt, tile_start, tile_tokens))
+    per_tile = (tiles, tile_prompt, tile_start, tile_tokens)
+    out = jax.lax.map(one_tile, per_tile if tile_mask is None else (*per_tile, kept))
     out = out.reshape(-1, num_kv_heads, group, tile, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(num_tokens, num_q_heads, head_dim)
 

@@ -173,11 +173,12 @@ def decode_attention(q, pool, block_ids, num_valid, query_mask, scale):
     return out
 
 
-def prefill_attention(q, pool, block_tables, prompts, scale):
+def prefill_attention(q, pool, block_tables, prompts, scale, tile_mask=None, tile=None):
     """Causal attention of packed prompts.
 
     Args:
         prompts: (row of the first token in `q`, row of `block_tables`, position of the first token, tokens) each.
+        tile_mask: `[query tile, q_head, key tile]`, which tiles of `tile` tokens to attend to; nothing left: zeros.
     """
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = pool.shape[1]
@@ -190,8 +191,12 @@ def prefill_attention(q, pool, block_tables, prompts, scale):
             scores = q[row : row + count, q_head] @ keys.T * scale
             for token in range(count):
                 scores[token, start + token + 1 :] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[row : row + count, q_head] = weights / weights.sum(axis=1, keepdims=True) @ values
+                if tile_mask is not None:
+                    kept = np.flatnonzero(tile_mask[(row + token) // tile, q_head])
+                    scores[token, ~np.isin(np.arange(end) // tile, kept)] = -np.inf
+            some = np.isfinite(scores).any(axis=1)
+            weights = np.exp(scores[some] - scores[some].max(axis=1, keepdims=True))
+            out[row : row + count, q_head][some] = weights / weights.sum(axis=1, keepdims=True) @ values
     return out
 
 
