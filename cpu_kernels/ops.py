@@ -1,0 +1,83 @@
+"""The operations as native calls. Signatures and meaning are those of `pallas_kernels.reference`.
+
+Pools are updated in place: an output takes the memory of its input, which XLA copies first if it is not donated.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from cpu_kernels.library import target
+
+_DIGEST_METHODS = {"cuboid-mean": 0, "quest": 1, "mean": 2}  # DigestMethod in src/digest.h
+
+
+def append_blocks(
+    pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
+    blocks: Num[Array, "num_new num_kv_heads 2 block_size head_dim"],
+    block_ids: Int[Array, "num_new"],
+    num_valid: Int[Array, "num_new"],
+    digest_ids: Int[Array, "num_new"],
+    *,
+    method: str,
+) -> tuple[Array, Array | None]:
+    """Writes whole blocks (prefill) and their digests; see `reference.append_blocks`."""
+    assert blocks.dtype == pool.dtype, f"blocks are {blocks.dtype}, the pool is {pool.dtype}: see storage.to_storage"
+    return _append("append_blocks", pool, digests, blocks, block_ids, num_valid, digest_ids, method=method)
+
+
+def append_tokens(
+    pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
+    k: Float[Array, "num_seqs num_kv_heads head_dim"],
+    v: Float[Array, "num_seqs num_kv_heads head_dim"],
+    block_ids: Int[Array, "num_seqs num_kv_heads"],
+    num_valid: Int[Array, "num_seqs"],
+    digest_ids: Int[Array, "num_seqs"],
+    *,
+    method: str,
+) -> tuple[Array, Array | None]:
+    """Writes one token a sequence (decode) and renews its block's digest; see `reference.append_tokens`."""
+    return _append("append_tokens", pool, digests, k, v, block_ids, num_valid, digest_ids, method=method)
+
+
+def _append(name: str, pool: Array, digests: Array | None, *arrays: Array, method: str) -> tuple[Array, Array | None]:
+    if method not in _DIGEST_METHODS:
+        raise NotImplementedError(f"block digest {method!r}; supported: {', '.join(_DIGEST_METHODS)}")
+    num_blocks, num_kv_heads, _, _, head_dim = pool.shape
+    rows = jnp.zeros((0, num_kv_heads, 2, head_dim), jnp.float32) if digests is None else digests
+    new_pool, new_digests = jax.ffi.ffi_call(
+        target(name), (_like(pool), _like(rows)), input_output_aliases={0: 0, 1: 1}
+    )(pool, rows, *map(_ints, arrays), method=np.int32(_DIGEST_METHODS[method]))  # fmt: skip
+    return new_pool, None if digests is None else new_digests
+
+
+def decode_attention(
+    q: Float[Array, "num_seqs num_q_heads head_dim"],
+    pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    block_ids: Int[Array, "num_seqs num_kv_heads num_selected"],
+    num_valid: Int[Array, "num_seqs num_kv_heads num_selected"],
+    query_mask: Bool[Array, "num_seqs num_kv_heads group num_selected"] | None,
+    *,
+    scale: float,
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
+) -> Float[Array, "num_seqs num_q_heads head_dim"]:
+    """One query token a sequence over the given blocks; see `reference.decode_attention`."""
+    mask = jnp.zeros((0,), bool) if query_mask is None else query_mask
+    scales = jnp.zeros((0,), jnp.float32) if kv_scales is None else kv_scales.astype(jnp.float32)
+    return jax.ffi.ffi_call(target("decode_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))(
+        q, pool, _ints(block_ids), _ints(num_valid), mask, scales, scale=np.float32(scale)
+    )
+
+
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _ints(array: Array) -> Array:
+    """Index arrays as int32, which the library takes; other arrays as they are."""
+    return array.astype(jnp.int32) if jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize == 8 else array
