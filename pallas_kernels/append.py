@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.reference import NEG_INF
 from pallas_kernels.storage import from_storage, to_storage
 from pallas_kernels.support import check_supported
-from pallas_kernels.triton import IN_PLACE, kernel_call, load, store
+from pallas_kernels.triton import IN_PLACE, kernel_call, load, read, store
 
 K, V = np.int32(0), np.int32(1)
 """Typed, because loads and stores in interpret mode do not take Python integers as indices."""
@@ -133,15 +133,15 @@ def _append_token(
     method: str,
 ) -> None:
     pool_ref, digests_ref = _updated(pool_and_digests)
-    head, block, num_valid = pl.program_id(1), block_ref[...], num_valid_ref[...]
+    head, block, num_valid = pl.program_id(1), read(block_ref), read(num_valid_ref)
     offset = jnp.maximum(num_valid - 1, 0)
-    k, v = to_storage(k_ref[...], pool_ref.dtype), to_storage(v_ref[...], pool_ref.dtype)
+    k, v = to_storage(read(k_ref), pool_ref.dtype), to_storage(read(v_ref), pool_ref.dtype)
     if digests_ref is not None:
         rows = _rows(pool_ref)
         # The older keys only: no other program and no store of this one touches them, so no order is needed.
         keys = load(pool_ref.at[block, head, K], mask=rows < offset, other=0)
         keys = jnp.where(rows == offset, from_storage(k)[None, :].astype(jnp.float32), _float32(keys))
-        _store_digest(digests_ref, digest_id_ref[...], keys, num_valid, method)
+        _store_digest(digests_ref, read(digest_id_ref), keys, num_valid, method)
     store(pool_ref.at[block, head, K, offset], k)
     store(pool_ref.at[block, head, V, offset], v)
 
@@ -155,12 +155,12 @@ def _append_block(
     method: str,
 ) -> None:
     pool_ref, digests_ref = _updated(pool_and_digests)
-    new, head, block = pl.program_id(0), pl.program_id(1), block_ref[...]
+    new, head, block = pl.program_id(0), pl.program_id(1), read(block_ref)
     k, v = load(blocks_ref.at[new, head, K]), load(blocks_ref.at[new, head, V])
     store(pool_ref.at[block, head, K], k)
     store(pool_ref.at[block, head, V], v)
     if digests_ref is not None:
-        _store_digest(digests_ref, digest_id_ref[...], _float32(k), num_valid_ref[...], method)
+        _store_digest(digests_ref, read(digest_id_ref), _float32(k), read(num_valid_ref), method)
 
 
 def _updated(pool_and_digests: tuple[Any, ...]) -> tuple[Any, Any]:

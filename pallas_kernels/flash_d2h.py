@@ -23,7 +23,7 @@ from jaxtyping import Array, Int, Num
 from host_offload.memory import as_host_array, to_device_space
 from pallas_kernels.pieces import copy_piece, warps_for_piece
 from pallas_kernels.support import check_supported
-from pallas_kernels.triton import IN_PLACE, kernel_call
+from pallas_kernels.triton import IN_PLACE, kernel_call, read
 
 
 def save_blocks(
@@ -70,11 +70,11 @@ def _save_block(
     _: Any,
     host_ref: Any,  # [num_blocks, num_kv_heads, 2, block_size, head_dim], pinned host memory
 ) -> None:
-    copy_piece(source_ref, pl.program_id(0), host_ref, block_ref[...], pl.program_id(1))
+    copy_piece(source_ref, pl.program_id(0), host_ref, read(block_ref), pl.program_id(1))
 
 
 def _save_piece(block_ref: Any, slot_ref: Any, source_ref: Any, _: Any, host_ref: Any) -> None:
-    copy_piece(source_ref, slot_ref[...], host_ref, block_ref[...], pl.program_id(1))
+    copy_piece(source_ref, read(slot_ref), host_ref, read(block_ref), pl.program_id(1))
 
 
 def _call(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, Num
 from host_offload.memory import to_device_space
 from pallas_kernels.pieces import copy_piece, warps_for_piece
 from pallas_kernels.support import check_supported
-from pallas_kernels.triton import IN_PLACE, kernel_call
+from pallas_kernels.triton import IN_PLACE, kernel_call, read
 
 
 def flash_h2d(
@@ -78,7 +78,7 @@ def _copy_missing(
     device_ref: Any,  # [num_slots, num_kv_heads, 2, block_size, head_dim]
 ) -> None:
     # All before the branch, so that the three loads wait for memory together.
-    slot, block, missing, head = slot_ref[...], block_ref[...], missing_ref[...], pl.program_id(1)
+    slot, block, missing, head = read(slot_ref), read(block_ref), read(missing_ref), pl.program_id(1)
 
     @pl.when(missing)
     def _() -> None:
@@ -86,7 +86,7 @@ def _copy_missing(
 
 
 def _copy_all(slot_ref: Any, block_ref: Any, host_ref: Any, _: Any, device_ref: Any) -> None:
-    copy_piece(host_ref, block_ref[...], device_ref, slot_ref[...], pl.program_id(1))
+    copy_piece(host_ref, read(block_ref), device_ref, read(slot_ref), pl.program_id(1))
 
 
 def _call(

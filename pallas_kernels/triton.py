@@ -44,6 +44,10 @@ class Traffic:
     stored_bytes: int
     flops: int
 
+    def scaled(self, times: int) -> Traffic:
+        """Of as many calls side by side."""
+        return Traffic(self.name, self.grid, self.loaded_bytes * times, self.stored_bytes * times, self.flops * times)
+
 
 class TrafficMeter:
     """Notes the traffic of all kernels interpreted inside its `with` block, outside of any jit, in `calls`."""
@@ -147,6 +151,13 @@ def load(
     """
     value = _backend.load(ref, mask=mask, other=other, eviction_policy=eviction_policy)
     _count(_LOADED, value, mask, repeats)
+    return value
+
+
+def read(ref: Any) -> Array:
+    """The whole block that the grid gives this program."""
+    value = ref[...]
+    _count(_LOADED, value, None)
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ class Case:
         flops_minimum: of matrix products, without padding.
         reread: the kernel reads keys again for each query tile, from L2; what moves is then not what loads ask for.
         merged_bytes: of the result that XLA merges from partial results, when a kernel gives those; else 0.
+        part: a smaller case and how often it is contained in this one: what `traffic` runs in its place, where programs
+            have nothing to do with each other (the interpreter takes minutes for thousands of them).
     """
 
     operation: str
@@ -56,6 +59,7 @@ class Case:
     flops_minimum: int = 0
     reread: bool = False
     merged_bytes: int = 0
+    part: tuple[Case, int] | None = None
 
     def function(self, kernels: Kernels) -> Callable[..., Any]:
         """The jitted operation of an implementation; donates what is updated in place."""
@@ -70,6 +74,9 @@ class Case:
 
     def traffic(self) -> list[Traffic]:
         """What the kernels load, store and multiply, by running them in the interpreter."""
+        if self.part is not None:
+            case, times = self.part
+            return [traffic.scaled(times) for traffic in case.traffic()]
         operation = getattr(get_kernels("pallas", "cpu"), self.operation)
         with TrafficMeter() as meter:
             jax.block_until_ready(operation(*map(_to_jax, self.arrays), **self.fixed))
@@ -135,7 +142,7 @@ def reported_cases() -> Iterator[Case]:
         yield append_tokens(num_seqs=8, **size)
         yield append_blocks(**size)
         yield from transfers(num_seqs=8, **size)
-        yield prefill_attention(**grouped)
+        yield prefill_attention(num_tokens=4096, **grouped)
 
 
 # --- one builder an operation ----------------------------------------------------------------------------------------
@@ -182,6 +189,12 @@ def prefill_attention(
     dtype: str = "bfloat16", masked: bool = False, model: str = "",
 ) -> Case:  # fmt: skip
     """One prompt from its first token on."""
+    part = None
+    if num_kv_heads * group > 1 and not masked:
+        small = prefill_attention(
+            num_kv_heads=1, group=1, head_dim=head_dim, block_size=block_size, num_tokens=num_tokens, dtype=dtype
+        )
+        part = small, num_kv_heads * group
     rng = np.random.default_rng(0)
     num_blocks, num_tiles = num_tokens // block_size, num_tokens // PREFILL_TILE
     pool = _pool(rng, num_blocks, num_kv_heads, block_size, head_dim, dtype)
@@ -196,7 +209,7 @@ def prefill_attention(
                      block_size=block_size, dtype=dtype, masked=masked),
         arrays=arrays, fixed={"scale": head_dim**-0.5},
         bytes_minimum=pool[1:].nbytes + q.nbytes + q.size * 4, flops_minimum=2 * q.size * (num_tokens + 1),
-        reread=True,
+        reread=True, part=part,
     )  # fmt: skip
 
 
@@ -205,6 +218,12 @@ def score_blocks(
     dtype: str = "bfloat16", per_query_head: bool = False, model: str = "",
 ) -> Case:  # fmt: skip
     """Sequences as long as the table."""
+    size: dict[str, Any] = {"group": group, "head_dim": head_dim, "max_blocks": max_blocks, "dtype": dtype}
+    heads = math.gcd(num_kv_heads, 4)
+    part = None
+    if (num_seqs, num_kv_heads) != (1, heads):
+        small = score_blocks(num_seqs=1, num_kv_heads=heads, per_query_head=per_query_head, **size)
+        part = small, num_seqs * num_kv_heads // heads
     rng = np.random.default_rng(0)
     digests = _values(rng, (max_blocks + 1, num_kv_heads, 2, head_dim), dtype)
     q = _values(rng, (num_seqs, num_kv_heads * group, head_dim), dtype)
@@ -220,7 +239,7 @@ def score_blocks(
                      dtype=dtype, per_query_head=per_query_head),
         arrays=(q, digests, table, counts), fixed=fixed,
         bytes_minimum=num_seqs * digests[1:].nbytes + q.nbytes + num_seqs * select_heads * max_blocks * 4,
-        flops_minimum=4 * q.size * max_blocks,
+        flops_minimum=4 * q.size * max_blocks, part=part,
     )  # fmt: skip
 
 
@@ -228,12 +247,16 @@ def select_blocks(
     *, num_seqs: int = 2, num_kv_heads: int = 2, max_blocks: int, num_selected: int, model: str = ""
 ) -> Case:
     """Ranks without ties."""
+    part = None
+    if num_seqs * num_kv_heads > 1:
+        small = select_blocks(num_seqs=1, num_kv_heads=1, max_blocks=max_blocks, num_selected=num_selected)
+        part = small, num_seqs * num_kv_heads
     ranks = np.random.default_rng(0).random((num_seqs, num_kv_heads, max_blocks)).astype(np.float32)
     return Case(
         operation="select_blocks",
         shape=_shape(model, seqs=num_seqs, kv_heads=num_kv_heads, blocks=max_blocks, selected=num_selected),
         arrays=(ranks,), fixed={"num_selected": num_selected},
-        bytes_minimum=ranks.nbytes + num_seqs * num_kv_heads * num_selected * 4,
+        bytes_minimum=ranks.nbytes + num_seqs * num_kv_heads * num_selected * 4, part=part,
     )  # fmt: skip
 
 
@@ -242,6 +265,10 @@ def match_slots(
     model: str = "",
 ) -> Case:  # fmt: skip
     """About half of the selected blocks are resident."""
+    part = None
+    if num_seqs * num_kv_heads > 1:
+        small = match_slots(num_seqs=1, num_kv_heads=1, num_selected=num_selected, num_slots=num_slots)
+        part = small, num_seqs * num_kv_heads
     rng = np.random.default_rng(0)
     resident = np.full((num_seqs, num_kv_heads, num_slots), -1, np.int32)
     selected = np.zeros((num_seqs, num_kv_heads, num_selected), np.int32)
@@ -255,7 +282,7 @@ def match_slots(
         operation="match_slots",
         shape=_shape(model, seqs=num_seqs, kv_heads=num_kv_heads, selected=num_selected, slots=num_slots),
         arrays=(selected, resident, last, np.full(num_seqs, num_slots, np.int32)),
-        bytes_minimum=2 * selected.nbytes + selected.size + 3 * resident.nbytes,
+        bytes_minimum=2 * selected.nbytes + selected.size + 3 * resident.nbytes, part=part,
     )  # fmt: skip
 
 
@@ -264,6 +291,10 @@ def append_tokens(
     method: str | None = "cuboid-mean", model: str = "",
 ) -> Case:  # fmt: skip
     """The last token of a block; `method` None = a dense layer, without digests."""
+    size: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "dtype": dtype, "method": method}
+    part = None
+    if num_seqs * num_kv_heads > 1:
+        part = append_tokens(num_seqs=1, num_kv_heads=1, **size), num_seqs * num_kv_heads
     rng = np.random.default_rng(0)
     pool = _pool(rng, num_seqs, num_kv_heads, block_size, head_dim, dtype)
     digests = None if method is None else _values(rng, (num_seqs + 1, num_kv_heads, 2, head_dim), dtype)
@@ -271,13 +302,13 @@ def append_tokens(
     rows = 1 + np.arange(num_seqs, dtype=np.int32)
     ids = np.repeat(rows[:, None], num_kv_heads, axis=1)
     arrays = (pool, digests, k, v, ids, np.full_like(rows, block_size), rows)
-    minimum = 4 * k.nbytes + (0 if digests is None else digests[1:].nbytes + pool[1:, :, 0].nbytes)
+    minimum = 4 * k.nbytes + (0 if digests is None else digests[1:].nbytes + pool[1:, :, 0].nbytes - k.nbytes)
     return Case(
         operation="append_tokens",
         shape=_shape(model, seqs=num_seqs, kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
                      dtype=dtype, digests=method or "none"),
         arrays=arrays, fixed={"method": method or "quest"}, in_place=(0,) if digests is None else (0, 1),
-        bytes_minimum=minimum,
+        bytes_minimum=minimum, part=part,
     )  # fmt: skip
 
 
@@ -286,6 +317,10 @@ def append_blocks(
     method: str | None = "cuboid-mean", model: str = "",
 ) -> Case:  # fmt: skip
     """Full blocks of a prompt."""
+    size: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "dtype": dtype, "method": method}
+    part = None
+    if num_new * num_kv_heads > 1:
+        part = append_blocks(num_new=1, num_kv_heads=1, **size), num_new * num_kv_heads
     rng = np.random.default_rng(0)
     pool = _pool(rng, num_new, num_kv_heads, block_size, head_dim, dtype)
     digests = None if method is None else _values(rng, (num_new + 1, num_kv_heads, 2, head_dim), dtype)
@@ -296,7 +331,7 @@ def append_blocks(
         shape=_shape(model, blocks=num_new, kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
                      dtype=dtype, digests=method or "none"),
         arrays=arrays, fixed={"method": method or "quest"}, in_place=(0,) if digests is None else (0, 1),
-        bytes_minimum=2 * pool[1:].nbytes + (0 if digests is None else digests[1:].nbytes),
+        bytes_minimum=2 * pool[1:].nbytes + (0 if digests is None else digests[1:].nbytes), part=part,
     )  # fmt: skip
 
 
@@ -306,35 +341,35 @@ def transfers(
 ) -> Iterator[Case]:  # fmt: skip
     """FlashH2D with every other block missing, whole blocks in, whole blocks and pieces out."""
     rng = np.random.default_rng(0)
-    size = {"kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    size: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    times = num_seqs * num_kv_heads
+    parts: dict[str, Case] = {}
+    if times > 1:
+        small = transfers(num_seqs=1, num_kv_heads=1, num_selected=num_selected, **size)
+        parts = {case.operation: case for case in small}
     per_seq = (num_seqs, num_kv_heads, num_selected)
     host = _pool(rng, num_seqs * num_selected, num_kv_heads, block_size, head_dim, dtype)
     device = _pool(rng, num_seqs * num_selected, num_kv_heads, block_size, head_dim, dtype)
     ids = 1 + np.arange(num_seqs * num_selected, dtype=np.int32)
     slots = np.broadcast_to(ids.reshape(num_seqs, 1, num_selected), per_seq).copy()
     missing = np.broadcast_to(np.arange(num_selected) % 2 == 0, per_seq).copy()
-    moved = int(missing.sum()) * host[0, 0].nbytes
-    yield Case(
-        operation="flash_h2d", shape=_shape(model, seqs=num_seqs, **size, blocks=num_selected, missing="half"),
-        arrays=(device, host, slots, slots, missing), in_place=(0,), in_host_memory=(1,),
-        bytes_minimum=moved, pcie_bytes_minimum=moved,
-    )  # fmt: skip
-    whole = len(ids) * host[0].nbytes
-    yield Case(
-        operation="load_blocks", shape=_shape(model, blocks=len(ids), **size),
-        arrays=(device, host, ids, ids), in_place=(0,), in_host_memory=(1,),
-        bytes_minimum=whole, pcie_bytes_minimum=whole,
-    )  # fmt: skip
-    yield Case(
-        operation="save_blocks", shape=_shape(model, blocks=len(ids), **size),
-        arrays=(host, device[1:].copy(), ids), in_place=(0,), in_host_memory=(0,),
-        bytes_minimum=whole, pcie_bytes_minimum=whole,
-    )  # fmt: skip
-    yield Case(
-        operation="save_pieces", shape=_shape(model, blocks=len(ids), **size),
-        arrays=(host, device, np.repeat(ids[:, None], num_kv_heads, axis=1), ids), in_place=(0,), in_host_memory=(0,),
-        bytes_minimum=whole, pcie_bytes_minimum=whole,
-    )  # fmt: skip
+    by_head = np.repeat(ids[:, None], num_kv_heads, axis=1)
+    operations: dict[str, tuple[tuple[Any, ...], int, int]] = {  # arguments, which lies in host memory, pieces moved
+        "flash_h2d": ((device, host, slots, slots, missing), 1, int(missing.sum())),
+        "load_blocks": ((device, host, ids, ids), 1, ids.size * num_kv_heads),
+        "save_blocks": ((host, device[1:].copy(), ids), 0, ids.size * num_kv_heads),
+        "save_pieces": ((host, device, by_head, ids), 0, ids.size * num_kv_heads),
+    }
+    for operation, (arrays, in_host_memory, pieces) in operations.items():
+        moved = pieces * host[0, 0].nbytes
+        more: dict[str, Any] = {"missing": "half"} if operation == "flash_h2d" else {}
+        yield Case(
+            operation=operation,
+            shape=_shape(model, seqs=num_seqs, kv_heads=num_kv_heads, **size, blocks=num_selected, **more),
+            arrays=arrays, in_place=(0,), in_host_memory=(in_host_memory,),
+            bytes_minimum=moved, pcie_bytes_minimum=moved,
+            part=(parts[operation], times) if parts else None,
+        )  # fmt: skip
 
 
 def _values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -112,7 +112,8 @@ class CompiledProgram:
 
     def host_calls(self) -> list[str]:
         """HLO lines that would call back into the host program."""
-        return re.findall(r"^.*(?:callback|infeed|outfeed|send\(|recv\().*$", self.hlo, re.MULTILINE)
+        operations = r"custom_call_target=\"\w*callback|\b(?:infeed|outfeed|send|recv)\("
+        return re.findall(rf"^.* = .*(?:{operations}).*$", self.hlo, re.MULTILINE)
 
 
 @functools.cache
