@@ -230,7 +230,7 @@ def test_one_layer_of_prefill_at_32k(model: ModelConfig) -> None:
     assert program.alias_bytes >= nbytes((hidden, staging, digests))
     assert not program.copies_of(staging.shape) and not program.copies_of(digests.shape)
     assert not program.host_calls()
-    assert program.temp_bytes < 3 * nbytes([hidden])
+    assert program.temp_bytes < 4 * nbytes([hidden])  # queries, keys and values in float32 are the most
     assert [name for name in program.launches if "attention" in name] == ["prefill_attention"]
 
 
