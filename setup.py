@@ -67,6 +67,7 @@ class BuildLibraries(build_ext):
     """Builds plain libraries, side by side."""
 
     def finalize_options(self) -> None:
+        """One compiler for each CPU unless said otherwise."""
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 

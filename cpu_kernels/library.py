@@ -26,6 +26,10 @@ TARGETS = (
     ("decode_attention", "SparseServeDecodeAttention"),
     ("append_tokens", "SparseServeAppendTokens"),
     ("append_blocks", "SparseServeAppendBlocks"),
+    ("score_blocks", "SparseServeScoreBlocks"),
+    ("select_blocks", "SparseServeSelectBlocks"),
+    ("union_over_group", "SparseServeUnionOverGroup"),
+    ("match_slots", "SparseServeMatchSlots"),
 )
 
 

@@ -48,12 +48,81 @@ def append_tokens(
 def _append(name: str, pool: Array, digests: Array | None, *arrays: Array, method: str) -> tuple[Array, Array | None]:
     if method not in _DIGEST_METHODS:
         raise NotImplementedError(f"block digest {method!r}; supported: {', '.join(_DIGEST_METHODS)}")
-    num_blocks, num_kv_heads, _, _, head_dim = pool.shape
+    _, num_kv_heads, _, _, head_dim = pool.shape
     rows = jnp.zeros((0, num_kv_heads, 2, head_dim), jnp.float32) if digests is None else digests
     new_pool, new_digests = jax.ffi.ffi_call(
         target(name), (_like(pool), _like(rows)), input_output_aliases={0: 0, 1: 1}
     )(pool, rows, *map(_ints, arrays), method=np.int32(_DIGEST_METHODS[method]))  # fmt: skip
     return new_pool, None if digests is None else new_digests
+
+
+def score_blocks(
+    q: Float[Array, "num_seqs num_q_heads head_dim"],
+    digests: Num[Array, "num_blocks num_kv_heads 2 head_dim"],
+    block_table: Int[Array, "num_seqs max_blocks"],
+    num_blocks: Int[Array, "num_seqs"],
+    *,
+    scale: float,
+    per_query_head: bool,
+    num_sink_blocks: int,
+    num_newest_blocks: int,
+) -> Float[Array, "num_seqs num_select_heads max_blocks"]:
+    """Ranks of every block of every sequence; see `reference.score_blocks`."""
+    num_seqs, num_q_heads, _ = q.shape
+    shape = (num_seqs, num_q_heads if per_query_head else digests.shape[1], block_table.shape[1])
+    return jax.ffi.ffi_call(target("score_blocks"), jax.ShapeDtypeStruct(shape, jnp.float32))(
+        q, digests, _ints(block_table), _ints(num_blocks),
+        scale=np.float32(scale), per_query_head=per_query_head,
+        num_sink_blocks=np.int32(num_sink_blocks), num_newest_blocks=np.int32(num_newest_blocks),
+    )  # fmt: skip
+
+
+def select_blocks(
+    ranks: Float[Array, "num_seqs num_select_heads max_blocks"], *, num_selected: int
+) -> Int[Array, "num_seqs num_select_heads num_selected"]:
+    """The ids of the best ranked blocks, ascending, -1 after the last; see `reference.select_blocks`."""
+    shape = (*ranks.shape[:2], num_selected)
+    return jax.ffi.ffi_call(target("select_blocks"), jax.ShapeDtypeStruct(shape, jnp.int32))(ranks)
+
+
+def union_over_group(
+    selected: Int[Array, "num_seqs num_q_heads num_selected"],
+    *,
+    num_kv_heads: int,
+    max_blocks: int,
+    num_union: int,
+) -> tuple[Int[Array, "num_seqs num_kv_heads num_union"], Bool[Array, "num_seqs num_kv_heads group num_union"]]:
+    """Per-query-head selections as one list a KV head, and who chose what; see `reference.union_over_group`."""
+    num_seqs, num_q_heads, _ = selected.shape
+    shape = (num_seqs, num_kv_heads, num_union)
+    mask_shape = (num_seqs, num_kv_heads, num_q_heads // num_kv_heads, num_union)
+    return jax.ffi.ffi_call(
+        target("union_over_group"),
+        (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(mask_shape, jnp.bool_)),
+    )(_ints(selected), max_blocks=np.int32(max_blocks))
+
+
+def match_slots(
+    selected: Int[Array, "num_seqs num_kv_heads num_selected"],
+    resident: Int[Array, "num_seqs num_kv_heads num_slots"],
+    last_selected: Int[Array, "num_seqs num_kv_heads max_blocks"],
+    num_slots: Int[Array, "num_seqs"],
+) -> tuple[
+    Int[Array, "num_seqs num_kv_heads num_selected"],
+    Bool[Array, "num_seqs num_kv_heads num_selected"],
+    Int[Array, "num_seqs num_kv_heads num_slots"],
+]:
+    """Each selected block's slot, whether it missed, and the residency after loading; see `reference.match_slots`.
+
+    The slot of an unused entry is 0.
+    """
+    results = (
+        jax.ShapeDtypeStruct(selected.shape, jnp.int32),
+        jax.ShapeDtypeStruct(selected.shape, jnp.bool_),
+        jax.ShapeDtypeStruct(resident.shape, jnp.int32),
+    )
+    arrays = (selected, resident, last_selected, num_slots)
+    return jax.ffi.ffi_call(target("match_slots"), results)(*map(_ints, arrays))
 
 
 def decode_attention(

@@ -43,84 +43,60 @@ struct Task {
   int64_t first, last;  // blocks
 };
 
-// Scratch of one thread; grows to what its calls need.
-template <class T>
+// Scratch of one thread.
 struct Workspace {
-  std::vector<float> values, scores;
-  std::vector<typename Query<T>::Element> queries;
-  std::vector<typename Values<T>::Weight> weights;
+  std::vector<float> values, queries, scores;  // scores, then weights: `[group, token_stride]`
 };
 
+// Of a query's state.
 template <class T>
-int query_stride(const Args& args) { return round_up(args.shape.head_dim, Query<T>::kStep); }
-template <class T>
-int acc_stride(const Args& args) { return kHeader + round_up(args.shape.head_dim, Values<T>::kStep); }
+int state_stride(const Args& args) {
+  return kHeader + round_up(args.shape.head_dim, Steps<T>::kSize);
+}
 inline int token_stride(const Args& args) { return round_up(args.shape.block_size, 16); }
 
 template <class T>
-void prepare(const Args& args, int64_t lane, Workspace<T>& work) {
-  const int width = args.shape.head_dim, stride = query_stride<T>(args);
+void prepare(const Args& args, int64_t lane, Workspace& work) {
+  const int width = args.shape.head_dim, stride = query_stride<T>(width);
   work.values.resize(width);
   work.queries.resize(args.group * stride);
   work.scores.resize(args.group * token_stride(args));
-  work.weights.resize(args.group * token_stride(args));
   for (int g = 0; g < args.group; ++g) {
     read_floats(args.q, (lane * args.group + g) * width, width, work.values.data());
     make_query<T>(work.values.data(), width, work.queries.data() + g * stride);
   }
 }
 
-inline void prefetch_row(const void* row, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) prefetch(static_cast<const char*>(row) + b);
-}
-
 // Scores of the first n keys times `factor`; the rest of the last vector is masked.
 template <int kWidth, class T>
-void score_keys(const Args& args, const T* keys, const T* next, int n, float factor, Workspace<T>& work) {
+void score_keys(const Args& args, const T* keys, int n, float factor, Workspace& work, Prefetcher& prefetcher) {
   const int width = kWidth ? kWidth : args.shape.head_dim;
   for (int t = 0; t < n; t += kLanes) {
-    if (next) {
-      for (int i = 0; i < kLanes; ++i) prefetch_row(next + (t + i) * width, width * sizeof(T));
-    }
     const int last = n - 1 - t;  // rows past it are not read
-    for (int g = 0; g < args.group; ++g) {
-      const auto* query = work.queries.data() + g * query_stride<T>(args);
-      const T* base = keys + static_cast<int64_t>(t) * width;
-      F32 s;
-      if (last >= kLanes - 1) {
-        s = dot_rows<kWidth, T>(query, width, [&](int i) { return base + i * width; }) * factor;
-      } else {
-        s = dot_rows<kWidth, T>(query, width, [&](int i) { return base + (i < last ? i : last) * width; }) * factor;
-        s = first_lanes(s, last + 1, splat(kMasked));
+    const T* base = keys + static_cast<int64_t>(t) * width;
+    const auto row = [&](int i) {
+      if (i % 4 == 0) prefetcher.advance((4 * width * sizeof(T) + 63) / 64);
+      return base + (i < last ? i : last) * width;
+    };
+    for (int g = 0; g < args.group; g += kMaxQueries) {
+      const int num_queries = std::min(args.group - g, kMaxQueries);
+      F32 sums[kMaxQueries];
+      dot_rows<kWidth, T>(num_queries, work.queries.data() + g * query_stride<T>(width), width, row, sums);
+      for (int i = 0; i < num_queries; ++i) {
+        const F32 s = first_lanes(sums[i] * factor, last + 1, splat(kMasked));
+        store(work.scores.data() + (g + i) * token_stride(args) + t, s);
       }
-      store(work.scores.data() + g * token_stride(args) + t, s);
     }
   }
 }
 
-inline F32 store_weights(float* to, F32 p) {
-  store(to, p);
-  return p;
-}
-inline F32 store_weights(Bf16* to, F32 p) {
-#if defined(__AVX512BF16__)
-  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)p);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
-  return load(to);
-#else
-  for (int i = 0; i < kLanes; ++i) to[i] = to_bf16(p[i]);
-  return load(to);
-#endif
-}
-
-// Online softmax of one query: weights of n scores, and its state brought up to the new maximum.
-template <class Weight>
-void update(float* state, int width, const float* scores, int n, float value_scale, Weight* weights) {
+// Online softmax of one query: n scores become weights, and its state is brought up to the new maximum.
+void update(float* state, int width, float* scores, int n, float value_scale) {
   F32 most = load(scores);
   for (int t = kLanes; t < n; t += kLanes) most = max(most, load(scores + t));
   const float new_max = reduce_max(most);
   if (new_max > state[0]) {
-    const F32 alpha = splat(exp2(splat(state[0] - new_max))[0]);
+    const F32 alpha = exp2(splat(state[0] - new_max));
     state[0] = new_max;
     state[1] *= alpha[0];
     for (int d = 0; d < width; d += kLanes) store(state + kHeader + d, load(state + kHeader + d) * alpha);
@@ -128,36 +104,33 @@ void update(float* state, int width, const float* scores, int n, float value_sca
   F32 sum = {};
   for (int t = 0; t < n; t += kLanes) {
     const F32 p = exp2(load(scores + t) - state[0]);
-    if (value_scale == 1.0f) {
-      sum += store_weights(weights + t, p);
-    } else {
-      store_weights(weights + t, p * value_scale);
-      sum += p;
-    }
+    sum += p;
+    store(scores + t, p * value_scale);
   }
   state[1] += reduce_add(sum);
 }
 
 template <int kWidth, class T>
-void attend_block(const Args& args, const Task& task, int64_t index, const T* next, Workspace<T>& work, float* states) {
+void attend_block(const Args& args, const Task& task, int64_t index, const T* next, Workspace& work, float* states) {
   const PoolShape& shape = args.shape;
   const int64_t entry = task.lane * args.num_blocks + index, head = task.lane % shape.num_heads;
-  const int n = std::min(args.num_valid[entry], shape.block_size);
+  const int n = std::min(args.num_valid[entry], shape.block_size), width = kWidth ? kWidth : shape.head_dim;
   const int64_t id = std::clamp<int64_t>(args.block_ids[entry], 0, shape.num_blocks - 1);
   const T* keys = static_cast<const T*>(args.pool) + shape.offset(id, head);
-  const T* values = keys + shape.half();
   const float* scales = args.kv_scales ? args.kv_scales + (id * shape.num_heads + head) * 2 : nullptr;
-  score_keys<kWidth>(args, keys, next, n, scales ? args.factor * scales[0] : args.factor, work);
-  const int stride = acc_stride<T>(args), tokens = token_stride(args);
+  const int stride = state_stride<T>(args), tokens = token_stride(args);
+  Prefetcher prefetcher(next, shape.piece() * sizeof(T));
+  score_keys<kWidth>(args, keys, n, scales ? args.factor * scales[0] : args.factor, work, prefetcher);
   for (int g = 0; g < args.group; ++g) {
     float* scores = work.scores.data() + g * tokens;
     const bool off = args.mask && !args.mask[(task.lane * args.group + g) * args.num_blocks + index];
     if (off) std::fill(scores, scores + round_up(n, kLanes), kMasked);
-    update(states + g * stride, stride - kHeader, scores, n, scales ? scales[1] : 1.0f, work.weights.data() + g * tokens);
+    update(states + g * stride, stride - kHeader, scores, n, scales ? scales[1] : 1.0f);
   }
-  if (next) prefetch_row(next + shape.half(), static_cast<int64_t>(n) * shape.head_dim * sizeof(T));
-  add_values(values, kWidth ? kWidth : shape.head_dim, n, args.group, work.weights.data(), tokens, states + kHeader,
-             stride);
+  for (int g = 0; g < args.group; g += kMaxQueries) {
+    add_values(std::min(args.group - g, kMaxQueries), keys + shape.half(), width, n, work.scores.data() + g * tokens,
+               tokens, states + g * stride + kHeader, stride, prefetcher, (width * sizeof(T) + 63) / 64);
+  }
 }
 
 // The keys of the next block with tokens, or null.
@@ -171,9 +144,9 @@ const T* next_keys(const Args& args, const Task& task, int64_t index) {
 
 template <int kWidth, class T>
 void attend(const Args& args, const Task& task, float* states) {
-  static thread_local Workspace<T> work;
-  prepare(args, task.lane, work);
-  const int stride = acc_stride<T>(args);
+  static thread_local Workspace work;
+  prepare<T>(args, task.lane, work);
+  const int stride = state_stride<T>(args);
   for (int g = 0; g < args.group; ++g) {
     std::fill(states + g * stride, states + (g + 1) * stride, 0.0f);
     states[g * stride] = kNoKeys;
@@ -187,7 +160,7 @@ void attend(const Args& args, const Task& task, float* states) {
 // The lane's result from the states of its chunks; nothing to attend to: zeros.
 template <class T>
 void finish(const Args& args, int64_t lane, const float* states, int64_t num_chunks) {
-  const int width = args.shape.head_dim, stride = acc_stride<T>(args);
+  const int width = args.shape.head_dim, stride = state_stride<T>(args);
   const int64_t chunk = static_cast<int64_t>(args.group) * stride;
   std::vector<float> sums(stride - kHeader);
   for (int g = 0; g < args.group; ++g) {
@@ -202,7 +175,7 @@ void finish(const Args& args, int64_t lane, const float* states, int64_t num_chu
     }
     const float norm = total == 0.0f ? 0.0f : 1.0f / total;
     float* out = args.out + (lane * args.group + g) * width;
-    for (int d = 0; d < width; ++d) out[d] = total == 0.0f ? 0.0f : sums[Values<T>::place(d)] * norm;
+    for (int d = 0; d < width; ++d) out[d] = total == 0.0f ? 0.0f : sums[Steps<T>::place(d)] * norm;
   }
 }
 
@@ -235,7 +208,7 @@ void run(ffi::ThreadPool& threads, const Args& args) {
   first_task[args.num_lanes] = tasks.size();
   // Kept between calls of a thread: fresh memory of this size would have to be mapped each time.
   static thread_local std::vector<float> scratch;
-  const int64_t state_size = static_cast<int64_t>(args.group) * acc_stride<T>(args);
+  const int64_t state_size = static_cast<int64_t>(args.group) * state_stride<T>(args);
   if (scratch.size() < tasks.size() * state_size) scratch.resize(tasks.size() * state_size);
   float* states = scratch.data();
   const auto unfinished = std::make_unique<std::atomic<int64_t>[]>(args.num_lanes);

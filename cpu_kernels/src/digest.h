@@ -34,26 +34,33 @@ inline void summarise_lanes(Row&& row, int n, DigestMethod method, F32& centre, 
   radius = sum / count;
 }
 
-template <class D>
-inline void store_first(D* to, F32 v, int n) {
-  for (int i = 0; i < n; ++i) to[i] = from_float<D>(v[i]);
-}
-
 // Writes the digest `[2, width]` of the first n of a block's keys; no key: zeros.
 template <class T, class D>
 void summarise(const T* keys, int width, int n, DigestMethod method, D* digest) {
-  for (int d = 0; d < width; d += kLanes) {
-    F32 centre = {}, radius = {};
-    const int lanes = width - d < kLanes ? width - d : kLanes;
-    if (n > 0 && lanes == kLanes) {
-      summarise_lanes([&](int t) { return load(keys + d + static_cast<int64_t>(t) * width); }, n, method, centre,
-                      radius);
-    } else if (n > 0) {
-      summarise_lanes([&](int t) { return load_first(keys + d + static_cast<int64_t>(t) * width, lanes); }, n, method,
-                      centre, radius);
+  constexpr int kVectors = Steps<T>::kVectors, kSize = Steps<T>::kSize;
+  for (int d = 0; d < width; d += kSize) {
+    const int dims = width - d < kSize ? width - d : kSize;
+    float summary[2][kSize] = {};
+    for (int c = 0; c < kVectors && n > 0; ++c) {
+      F32 centre, radius;
+      const auto row = [&](int t) {
+        F32 x[kVectors];
+        const T* key = keys + d + static_cast<int64_t>(t) * width;
+        if (dims == kSize) {
+          Steps<T>::load(key, x);
+        } else {
+          load_first(key, dims, x);
+        }
+        return x[c];
+      };
+      summarise_lanes(row, n, method, centre, radius);
+      store(summary[0] + c * kLanes, centre);
+      store(summary[1] + c * kLanes, radius);
     }
-    store_first(digest + d, centre, lanes);
-    store_first(digest + width + d, radius, lanes);
+    for (int i = 0; i < dims; ++i) {
+      digest[d + i] = from_float<D>(summary[0][Steps<T>::place(i)]);
+      digest[width + d + i] = from_float<D>(summary[1][Steps<T>::place(i)]);
+    }
   }
 }
 

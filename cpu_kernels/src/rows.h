@@ -1,66 +1,85 @@
-// Scores of many rows (keys, digests) with one query: each lane of a result is the dot product of one row.
+// Dot products of many rows (keys, digests) with the queries of a group.
 #pragma once
 
 #include "simd.h"
 
 namespace sparseserve {
 
-// What a query is stored as, to be multiplied with rows of T, and how many of its values one step takes. A query's
-// memory holds whole steps, zeros after the last value.
-template <class T>
-struct Query {
-  using Element = float;
-  static constexpr int kStep = kLanes;
-  static F32 add_product(F32 sum, const T* row, const float* query) { return sum + load(row) * load(query); }
-};
+constexpr int kMaxQueries = 4;  // at a time; as many sums of four rows as registers hold
 
-#if defined(__AVX512BF16__)
-// 32 products of bfloat16 in one instruction, accumulated in float32.
-template <>
-struct Query<Bf16> {
-  using Element = Bf16;
-  static constexpr int kStep = 32;
-  static F32 add_product(F32 sum, const Bf16* row, const Bf16* query) {
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(row), (__m512bh)_mm512_loadu_si512(query));
-  }
-};
-#endif
-
-// Values as a query for rows of T: rounded as the rows are.
+// Length of a query for rows of T in memory: whole steps, zeros after the last value.
 template <class T>
-void make_query(const float* values, int n, typename Query<T>::Element* query) {
-  using Element = typename Query<T>::Element;
-  constexpr bool kRound = sizeof(T) < sizeof(float);
-  for (int i = 0; i < n; ++i) query[i] = from_float<Element>(kRound ? to_float(to_bf16(values[i])) : values[i]);
-  for (int i = n; i < round_up(n, Query<T>::kStep); ++i) query[i] = from_float<Element>(0.0f);
+int query_stride(int width) {
+  return round_up(width, Steps<T>::kSize);
 }
 
-// One row's products with the query, not yet summed over lanes. kWidth: the row's length, a multiple of the step, or 0
-// = only known at run time.
-template <int kWidth, class T>
-inline F32 row_products(const T* row, const typename Query<T>::Element* query, int width) {
-  constexpr int kStep = Query<T>::kStep;
-  static_assert(kWidth % kStep == 0, "fixed widths are whole steps");
-  const int n = kWidth ? kWidth : width;
-  F32 sum = {};
-  int i = 0;
-#pragma GCC unroll 8
-  for (; i + kStep <= n; i += kStep) sum = Query<T>::add_product(sum, row + i, query + i);
-  if (kWidth == 0 && i < n) {
-    T rest[kStep] = {};
-    std::memcpy(rest, row + i, (n - i) * sizeof(T));
-    sum = Query<T>::add_product(sum, rest, query + i);
+// Values as a query for rows of T: in the order in which rows are read, and rounded as the rows are.
+template <class T>
+void make_query(const float* values, int width, float* query) {
+  std::memset(query, 0, query_stride<T>(width) * sizeof(float));
+  for (int d = 0; d < width; ++d) {
+    query[Steps<T>::place(d)] = sizeof(T) < sizeof(float) ? to_float(to_bf16(values[d])) : values[d];
   }
-  return sum;
 }
 
-// kLanes dot products; `row(i)` is the i-th row.
+template <int kQueries, class T>
+inline void add_products(const F32 (&x)[4][Steps<T>::kVectors], const float* queries, int stride, F32 (&sums)[kQueries][4]) {
+#pragma GCC unroll 4
+  for (int g = 0; g < kQueries; ++g) {
+#pragma GCC unroll 2
+    for (int c = 0; c < Steps<T>::kVectors; ++c) {
+      const F32 q = load(queries + g * stride + c * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) sums[g][r] += x[r][c] * q;
+    }
+  }
+}
+
+// The products of four rows with each query, summed as `sum_four` does. kWidth: the rows' length, or 0 = only known at
+// run time.
+template <int kWidth, int kQueries, class T>
+inline void dot_four(const T* const (&rows)[4], const float* queries, int width, F32 (&fours)[kQueries]) {
+  constexpr int kSize = Steps<T>::kSize;
+  const int n = kWidth ? kWidth : width, stride = kWidth ? round_up(kWidth, kSize) : query_stride<T>(width);
+  F32 sums[kQueries][4] = {};
+  F32 x[4][Steps<T>::kVectors];
+  int d = 0;
+#pragma GCC unroll 4
+  for (; d + kSize <= n; d += kSize) {
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) Steps<T>::load(rows[r] + d, x[r]);
+    add_products<kQueries, T>(x, queries + d, stride, sums);
+  }
+  if (kWidth % kSize != 0 || (kWidth == 0 && d < n)) {
+    for (int r = 0; r < 4; ++r) load_first(rows[r] + d, n - d, x[r]);
+    add_products<kQueries, T>(x, queries + d, stride, sums);
+  }
+  for (int g = 0; g < kQueries; ++g) fours[g] = sum_four(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
+}
+
+// Dot products of kLanes rows with each query: lane i of out[g] is that of `row(i)`.
+template <int kWidth, int kQueries, class T, class Row>
+inline void dot_rows(const float* queries, int width, Row&& row, F32 (&out)[kMaxQueries]) {
+  F32 fours[kQueries][kLanes / 4];
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes / 4; ++i) {
+    const T* const rows[4] = {row(4 * i), row(4 * i + 1), row(4 * i + 2), row(4 * i + 3)};
+    F32 of_query[kQueries];
+    dot_four<kWidth, kQueries, T>(rows, queries, width, of_query);
+    for (int g = 0; g < kQueries; ++g) fours[g][i] = of_query[g];
+  }
+  for (int g = 0; g < kQueries; ++g) out[g] = sum_fours(fours[g]);
+}
+
+// The same for 1 to kMaxQueries queries.
 template <int kWidth, class T, class Row>
-inline F32 dot_rows(const typename Query<T>::Element* query, int width, Row&& row) {
-  F32 sums[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) sums[i] = row_products<kWidth, T>(row(i), query, width);
-  return sum_rows(sums);
+inline void dot_rows(int num_queries, const float* queries, int width, Row&& row, F32 (&out)[kMaxQueries]) {
+  switch (num_queries) {
+    case 1: return dot_rows<kWidth, 1, T>(queries, width, row, out);
+    case 2: return dot_rows<kWidth, 2, T>(queries, width, row, out);
+    case 3: return dot_rows<kWidth, 3, T>(queries, width, row, out);
+    default: return dot_rows<kWidth, 4, T>(queries, width, row, out);
+  }
 }
 
 }  // namespace sparseserve

@@ -69,22 +69,6 @@ inline F32 load(const float* p) {
   return v;
 }
 
-inline F32 load(const Bf16* p) {
-#if defined(__AVX512F__)
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return (F32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-#elif defined(__AVX2__)
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
-#elif defined(__SSE2__)
-  return (F32)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-#else
-  S32 bits;
-  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i].bits) << 16);
-  return (F32)bits;
-#endif
-}
-
 inline F32 load(const int8_t* p) {
 #if defined(__AVX512F__)
   return (F32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -97,12 +81,38 @@ inline F32 load(const int8_t* p) {
 #endif
 }
 
-// The first n < kLanes elements, zeros after them; reads no further.
+// Reads T in steps: some vectors of float32, in an order of dimensions that is cheap to make.
 template <class T>
-inline F32 load_first(const T* p, int n) {
-  T whole[kLanes] = {};
+struct Steps {
+  static constexpr int kVectors = 1;
+  static constexpr int kSize = kLanes;
+  static void load(const T* p, F32 (&x)[1]) { x[0] = sparseserve::load(p); }
+  // Where dimension d is found among the vectors.
+  static int place(int d) { return d; }
+};
+
+// Of 32 bits that hold two bfloat16 the upper ones are a float32 as they are, the lower ones after a shift: so there is a
+// vector of even and one of odd dimensions. (The dot product instruction of AVX512-bf16 has half the throughput of
+// multiply-add on Intel's cores, and widening instructions occupy the one port for shuffles.)
+template <>
+struct Steps<Bf16> {
+  static constexpr int kVectors = 2;
+  static constexpr int kSize = 2 * kLanes;
+  static void load(const Bf16* p, F32 (&x)[2]) {
+    S32 both;
+    std::memcpy(&both, p, sizeof both);
+    x[0] = (F32)(both << 16);
+    x[1] = (F32)(both & static_cast<int32_t>(0xffff0000u));
+  }
+  static int place(int d) { return d / kSize * kSize + d % 2 * kLanes + d % kSize / 2; }
+};
+
+// The first n < kSize elements, zeros after them; reads no further.
+template <class T>
+inline void load_first(const T* p, int n, F32 (&x)[Steps<T>::kVectors]) {
+  T whole[Steps<T>::kSize] = {};
   std::memcpy(whole, p, n * sizeof(T));
-  return load(whole);
+  Steps<T>::load(whole, x);
 }
 
 inline void store(float* p, F32 v) { std::memcpy(p, &v, sizeof v); }
@@ -163,41 +173,42 @@ inline float reduce_max(F32 v) {
 #endif
 }
 
-// Lane i of the result is the sum over the lanes of rows[i]: a tree that sums and transposes at once, three instructions
-// for each of its kLanes - 1 additions, where as many separate reductions would take four times more.
-inline F32 sum_rows(const F32 (&rows)[kLanes]) {
+// Sums of many vectors at once, transposed: one tree of additions instead of a reduction for each, which would take four
+// times more instructions. First four at a time: within each quarter of 128 bits the sums of a, b, c and d.
+inline F32 sum_four(F32 a, F32 b, F32 c, F32 d) {
 #if defined(__AVX512F__)
-  __m512 pairs[8], quads[4];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = (__m512)rows[2 * i], b = (__m512)rows[2 * i + 1];
-    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  const auto halve = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  const auto pairs = [](F32 x, F32 y) {
+    return (__m512d)_mm512_add_ps(_mm512_unpacklo_ps((__m512)x, (__m512)y), _mm512_unpackhi_ps((__m512)x, (__m512)y));
   };
-  return (F32)halve(halve(quads[0], quads[1]), halve(quads[2], quads[3]));
+  const __m512d ab = pairs(a, b), cd = pairs(c, d);
+  return (F32)_mm512_unpacklo_pd(ab, cd) + (F32)_mm512_unpackhi_pd(ab, cd);
 #elif defined(__AVX2__)
-  __m256 quads[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m256 a = _mm256_hadd_ps((__m256)rows[4 * i], (__m256)rows[4 * i + 1]);
-    quads[i] = _mm256_hadd_ps(a, _mm256_hadd_ps((__m256)rows[4 * i + 2], (__m256)rows[4 * i + 3]));
-  }
-  const __m256 low = _mm256_permute2f128_ps(quads[0], quads[1], 0x20);
-  return (F32)_mm256_add_ps(low, _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+  const __m256 ab = _mm256_hadd_ps((__m256)a, (__m256)b);
+  return (F32)_mm256_hadd_ps(ab, _mm256_hadd_ps((__m256)c, (__m256)d));
 #elif defined(__SSE2__)
-  const __m128 a = _mm_add_ps(_mm_unpacklo_ps((__m128)rows[0], (__m128)rows[1]),
-                              _mm_unpackhi_ps((__m128)rows[0], (__m128)rows[1]));
-  const __m128 b = _mm_add_ps(_mm_unpacklo_ps((__m128)rows[2], (__m128)rows[3]),
-                              _mm_unpackhi_ps((__m128)rows[2], (__m128)rows[3]));
-  return (F32)_mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
+  const auto pairs = [](F32 x, F32 y) {
+    return _mm_add_ps(_mm_unpacklo_ps((__m128)x, (__m128)y), _mm_unpackhi_ps((__m128)x, (__m128)y));
+  };
+  const __m128 ab = pairs(a, b), cd = pairs(c, d);
+  return (F32)_mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
 #else
-  F32 sums;
-  for (int i = 0; i < kLanes; ++i) sums[i] = reduce_add(rows[i]);
-  return sums;
+  return F32{reduce_add(a), reduce_add(b), reduce_add(c), reduce_add(d)};
+#endif
+}
+
+// Then lane 4 i + j is the sum of the j-th of the i-th four.
+inline F32 sum_fours(const F32 (&fours)[kLanes / 4]) {
+#if defined(__AVX512F__)
+  const auto halve = [](F32 x, F32 y) {
+    return (F32)_mm512_add_ps(_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0x88),
+                              _mm512_shuffle_f32x4((__m512)x, (__m512)y, 0xdd));
+  };
+  return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
+#elif defined(__AVX2__)
+  const __m256 x = (__m256)fours[0], y = (__m256)fours[1];
+  return (F32)_mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+#else
+  return fours[0];
 #endif
 }
 
@@ -221,6 +232,19 @@ inline F32 exp2(F32 x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Prefetches a range a little at a time: more lines at once than a core can wait for would stop it.
+class Prefetcher {
+ public:
+  Prefetcher(const void* start, int64_t bytes)
+      : next_(static_cast<const char*>(start)), end_(next_ + (start ? bytes : 0)) {}
+
+  // The next `lines` cache lines, if any are left.
+  void advance(int lines) {
+    for (; lines > 0 && next_ < end_; --lines, next_ += 64) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  const char *next_, *end_;
+};
 
 }  // namespace sparseserve

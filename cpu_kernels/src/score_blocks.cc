@@ -1,0 +1,186 @@
+// Ranks of the blocks of every sequence by their digests: what select_blocks chooses by.
+//
+// A score is q . centre + |q| . radius, one dot product of [q, |q|] with a digest, which is contiguous. A lane is one KV
+// head of one sequence; its blocks are scored kChunk at a time, the unit of work. Whoever finishes the last chunk of a
+// lane turns scores into ranks: the mean of the softmax over the query group, or the scores of each query head.
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "ffi_op.h"
+#include "parallel.h"
+#include "rows.h"
+
+namespace sparseserve {
+namespace {
+
+constexpr int64_t kChunk = 256;  // blocks: 64 KiB of digests at head_dim 64
+constexpr float kInfinity = __builtin_inff();
+constexpr int kAhead = 2;  // groups of kLanes digests that are prefetched
+
+struct Args {
+  ffi::AnyBuffer q;
+  const void* digests;
+  const int32_t *block_table, *num_blocks;
+  int64_t num_digests, num_heads, max_blocks;
+  int head_dim, group;
+  float scale;
+  bool per_query_head;
+  int num_sink, num_newest;
+  float* out;
+
+  // Blocks that get a score: all but the newest, whose digest may still be that of the block id's last owner.
+  int64_t num_scored(int64_t lane) const {
+    return std::clamp<int64_t>(num_blocks[lane / num_heads] - 1, 0, max_blocks);
+  }
+};
+
+// Scores of blocks [first, last) for each query of the group, `stride` apart.
+template <int kWidth, class T>
+void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores, int64_t stride) {
+  const int64_t seq = lane / args.num_heads, head = lane % args.num_heads;
+  const int width = 2 * args.head_dim, stride_of_query = query_stride<T>(width);
+  static thread_local std::vector<float> values, queries;
+  values.resize(width);
+  queries.resize(args.group * stride_of_query);
+  for (int g = 0; g < args.group; ++g) {
+    read_floats(args.q, (lane * args.group + g) * args.head_dim, args.head_dim, values.data());
+    for (int d = 0; d < args.head_dim; ++d) values[args.head_dim + d] = values[d] < 0.0f ? -values[d] : values[d];
+    make_query<T>(values.data(), width, queries.data() + g * stride_of_query);
+  }
+  const int32_t* table = args.block_table + seq * args.max_blocks;
+  const auto digest = [&](int64_t block) {
+    const int64_t id = std::clamp<int64_t>(table[block], 0, args.num_digests - 1);
+    return static_cast<const T*>(args.digests) + (id * args.num_heads + head) * width;
+  };
+  for (int64_t block = first; block < last; block += kLanes) {
+    const T* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      rows[i] = digest(std::min(block + i, last - 1));
+      Prefetcher(digest(std::min(block + kAhead * kLanes + i, last - 1)), width * sizeof(T)).advance(width);
+    }
+    for (int g = 0; g < args.group; g += kMaxQueries) {
+      const int num_queries = std::min(args.group - g, kMaxQueries);
+      F32 sums[kMaxQueries];
+      dot_rows<kWidth, T>(num_queries, queries.data() + g * stride_of_query, width, [&](int i) { return rows[i]; }, sums);
+      for (int i = 0; i < num_queries; ++i) {
+        const F32 scaled = sums[i] * args.scale;
+        std::memcpy(scores + (g + i) * stride + block, &scaled, std::min<int64_t>(last - block, kLanes) * sizeof(float));
+      }
+    }
+  }
+}
+
+// ranks[i] (+)= softmax(scores)[i] * weight
+void add_softmax(const float* scores, int64_t n, float weight, bool first, float* ranks) {
+  static thread_local std::vector<float> powers;
+  powers.resize(n + kLanes);
+  float most = scores[0];
+  for (int64_t i = 1; i < n; ++i) most = scores[i] > most ? scores[i] : most;
+  F32 sums = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int rest = static_cast<int>(std::min<int64_t>(n - i, kLanes));
+    F32 s[1];
+    load_first(scores + i, rest, s);
+    const F32 p = first_lanes(exp2((s[0] - most) * kLog2E), rest, F32{});
+    store(powers.data() + i, p);
+    sums += p;
+  }
+  const float factor = weight / reduce_add(sums);
+  for (int64_t i = 0; i < n; ++i) ranks[i] = (first ? 0.0f : ranks[i]) + powers[i] * factor;
+}
+
+// Sink and newest blocks rank +inf, blocks that do not exist -inf; what has no score and is not forced, zero.
+void force(const Args& args, int64_t lane, float* ranks) {
+  const int64_t end = std::clamp<int64_t>(args.num_blocks[lane / args.num_heads], 0, args.max_blocks);
+  const int64_t newest = std::clamp<int64_t>(args.num_blocks[lane / args.num_heads] - args.num_newest, 0, end);
+  std::fill(ranks + args.num_scored(lane), ranks + end, 0.0f);
+  std::fill(ranks, ranks + std::min<int64_t>(args.num_sink, end), kInfinity);
+  std::fill(ranks + newest, ranks + end, kInfinity);
+  std::fill(ranks + end, ranks + args.max_blocks, -kInfinity);
+}
+
+// `scores` of the group, max_blocks apart, become the lane's ranks; per query head they are the result already.
+void finish(const Args& args, int64_t lane, const float* scores) {
+  const int64_t n = args.num_scored(lane);
+  if (args.per_query_head) {
+    for (int g = 0; g < args.group; ++g) force(args, lane, args.out + (lane * args.group + g) * args.max_blocks);
+    return;
+  }
+  float* ranks = args.out + lane * args.max_blocks;
+  for (int g = 0; g < args.group && n > 0; ++g) {
+    add_softmax(scores + g * args.max_blocks, n, 1.0f / args.group, g == 0, ranks);
+  }
+  force(args, lane, ranks);
+}
+
+template <int kWidth, class T>
+void run(ffi::ThreadPool& threads, const Args& args, int64_t num_lanes) {
+  struct Task {
+    int64_t lane, first, last;
+  };
+  std::vector<Task> tasks;
+  const auto unfinished = std::make_unique<std::atomic<int64_t>[]>(num_lanes);
+  for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    const int64_t n = args.num_scored(lane);
+    for (int64_t first = 0; first < n; first += kChunk) tasks.push_back({lane, first, std::min(n, first + kChunk)});
+    unfinished[lane] = (n + kChunk - 1) / kChunk;
+    if (n == 0) finish(args, lane, nullptr);
+  }
+  const int64_t lane_scores = args.group * args.max_blocks;
+  static thread_local std::vector<float> scratch;
+  if (!args.per_query_head && scratch.size() < static_cast<size_t>(num_lanes * lane_scores)) {
+    scratch.resize(num_lanes * lane_scores);
+  }
+  float* scores = args.per_query_head ? args.out : scratch.data();
+  parallel_for(threads, tasks.size(), [&](int64_t index) {
+    const Task& task = tasks[index];
+    float* of_lane = scores + task.lane * lane_scores;
+    score<kWidth, T>(args, task.lane, task.first, task.last, of_lane, args.max_blocks);
+    if (unfinished[task.lane].fetch_sub(1) == 1) finish(args, task.lane, of_lane);
+  });
+}
+
+ffi::Error score_blocks(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer digests, Ints block_table,
+                        Ints num_blocks, ffi::Result<Floats> out, float scale, bool per_query_head, int32_t num_sink,
+                        int32_t num_newest) {
+  SPARSESERVE_CHECK(rank(digests) == 4 && dim(digests, 2) == 2 && dim(digests, 0) > 0 && dim(digests, 1) > 0,
+                    "digests are [num_blocks, num_kv_heads, 2, head_dim]");
+  SPARSESERVE_CHECK(rank(q) == 3 && dim(q, 2) == dim(digests, 3) && is_float(q),
+                    "q is [num_seqs, num_q_heads, head_dim], bfloat16 or float32");
+  SPARSESERVE_CHECK(dim(q, 1) % dim(digests, 1) == 0, "query heads are a multiple of KV heads");
+  SPARSESERVE_CHECK(rank(block_table) == 2 && dim(block_table, 0) == dim(q, 0) && dim(num_blocks, 0) == dim(q, 0),
+                    "block_table is [num_seqs, max_blocks], num_blocks [num_seqs]");
+  const int64_t num_heads = dim(digests, 1), max_blocks = dim(block_table, 1), num_lanes = dim(q, 0) * num_heads;
+  const int group = static_cast<int>(dim(q, 1) / num_heads), head_dim = static_cast<int>(dim(q, 2));
+  SPARSESERVE_CHECK(static_cast<int64_t>(out->element_count()) == num_lanes * (per_query_head ? group : 1) * max_blocks,
+                    "the result is [num_seqs, heads that select, max_blocks]");
+  const Args args{q, digests.untyped_data(), block_table.typed_data(), num_blocks.typed_data(), dim(digests, 0),
+                  num_heads, max_blocks, head_dim, group, scale, per_query_head, num_sink, num_newest,
+                  out->typed_data()};
+  SPARSESERVE_CHECK(with_float_type(digests.element_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    switch (head_dim) {
+      case 64: return run<128, T>(threads, args, num_lanes);
+      case 128: return run<256, T>(threads, args, num_lanes);
+      default: return run<0, T>(threads, args, num_lanes);
+    }
+  }), "digests are bfloat16 (or their bits) or float32");
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace sparseserve
+
+SPARSESERVE_FFI_HANDLER(SparseServeScoreBlocks, sparseserve::score_blocks,
+                        xla::ffi::Ffi::Bind()
+                            .Ctx<xla::ffi::ThreadPool>()
+                            .Arg<xla::ffi::AnyBuffer>()
+                            .Arg<xla::ffi::AnyBuffer>()
+                            .Arg<sparseserve::Ints>()
+                            .Arg<sparseserve::Ints>()
+                            .Ret<sparseserve::Floats>()
+                            .Attr<float>("scale")
+                            .Attr<bool>("per_query_head")
+                            .Attr<int32_t>("num_sink_blocks")
+                            .Attr<int32_t>("num_newest_blocks"));
