@@ -67,7 +67,7 @@ class Tiling:
 # warp all keys of its queries, and softmax within the warp, where queries >= width. At head_dim 256 the output alone
 # takes 128 registers of every thread, and 32 keys a step would spill. float32 products are FMAs, on small tiles.
 _BF16 = {
-    16: Tiling(64, 64, 16, 4, 3),
+    16: Tiling(64, 64, 16, 4, 2),
     32: Tiling(64, 32, 32, 4, 3),
     64: Tiling(128, 64, 32, 4, 3),
     128: Tiling(128, 64, 32, 8, 3),
