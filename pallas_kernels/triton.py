@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as _backend
 from jaxtyping import Array
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas import triton as _backend
 
 IN_PLACE = pl.BlockSpec(memory_space=pl.ANY)
 """A whole array, wherever it lies (device or pinned host memory): the kernel loads what it indexes."""
@@ -96,14 +92,12 @@ def kernel_call(
     meter = _METER.get() if interpret else None
     if meter is not None:
         kernel, out_specs, out_shape = _counted(kernel, grid, out_specs, out_shape)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        params = _backend.CompilerParams(num_warps=num_warps, num_stages=num_stages)
-        call = pl.pallas_call(
-            kernel, grid=grid, in_specs=list(in_specs), out_specs=out_specs, out_shape=out_shape, name=name,
-            input_output_aliases=aliases or {}, compiler_params=params, interpret=interpret,
-        )  # fmt: skip
-        out = call(*arrays)
+    call = pl.pallas_call(
+        kernel, grid=grid, in_specs=list(in_specs), out_specs=out_specs, out_shape=out_shape, name=name,
+        input_output_aliases=aliases or {}, interpret=interpret,
+        compiler_params=_backend.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )  # fmt: skip
+    out = call(*arrays)
     if meter is not None:
         *out, counts = out
         meter.note(name, grid, counts)
