@@ -45,8 +45,10 @@ PEAKS = {  # device kind contains: (memory bytes/s, dense bf16 FLOP/s, host link
     "H100": (3350e9, 989e12, 64e9),
 }
 PIECE = (2, 32, 128)
-CONFORMANCE = ("test_conformance.py", "test_decode_attention.py", "test_prefill_attention.py",
-               "test_selection_kernels.py", "test_transfer_kernels.py")  # fmt: skip
+CONFORMANCE = (
+    "test_conformance.py", "test_decode_attention.py", "test_prefill_attention.py", "test_selection_kernels.py"
+)  # fmt: skip
+"""Whose tests run compiled kernels when there is a GPU; the others need the interpreter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +125,19 @@ def run_conformance(plan: Plan, device: jax.Device) -> dict[str, Any]:
     files = [str(ROOT / "tests" / "pallas_kernels" / name) for name in CONFORMANCE]
     if plan.dry_run:
         files = [f"{files[0]}::test_select_blocks", f"{files[0]}::test_match_slots_over_some_steps"]
-    # Two processes share one GPU: without this the first would take all its memory.
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # Nearly all of the time goes into compiling. The processes share one GPU: without the setting the first would take
+    # all of its memory.
+    workers = 1 if plan.dry_run else max(1, min(8, (os.cpu_count() or 1) // 2))
+    env = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_PLATFORMS": "cuda" if device.platform == "gpu" else device.platform,  # the tests' own default is the CPU
+    }
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "pallas or not reference",
-                   f"--junitxml={xml}", *files]  # fmt: skip
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers), "-k", "not reference",
+            f"--junitxml={xml}", *files,
+        ]  # fmt: skip
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=max(plan.left_s(), 60.0)

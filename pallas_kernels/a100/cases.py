@@ -113,6 +113,9 @@ def every_case() -> Iterator[Case]:
         yield decode_attention(group=group, masked=True)
         yield score_blocks(group=group)
         yield prefill_attention(group=group, masked=True)
+    for head_dim in (64, 256):
+        yield decode_attention(head_dim=head_dim, masked=True)
+        yield prefill_attention(head_dim=head_dim, masked=True)
     yield decode_attention(num_seqs=1, num_selected=1024)
     yield score_blocks(group=4, per_query_head=True)
     yield score_blocks(max_blocks=32768)

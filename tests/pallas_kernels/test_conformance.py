@@ -16,13 +16,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cpu_kernels import library
 from pallas_kernels.api import get_kernels
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import from_storage, storage_dtype, to_storage
 from tests.pallas_kernels import oracle
 
-IMPLEMENTATIONS = ("reference", "pallas")
+NO_LIBRARY = pytest.mark.skipif(
+    not library.is_there(), reason="no native kernels were built for this CPU (see cpu_kernels/library.py)"
+)
+IMPLEMENTATIONS = ("reference", "pallas", pytest.param("cpu", marks=NO_LIBRARY))
 PLATFORM = jax.default_backend()
+INTERPRET = PLATFORM == "cpu"
+"""For tests that call kernels past the table: on a GPU (scripts/gpu_check.py) they run as they are."""
 
 # Inputs are exact in the dtype and of magnitude 1. float32 errs by rounding in another order. bfloat16 attention rounds
 # its weights to 8 bits (relative error 2^-9 each); digests and scores accumulate exact products in float32.
@@ -130,8 +136,8 @@ def test_every_size_that_matters_is_covered():
 
 
 def test_the_dispatch_table_names_what_it_has():
-    assert get_kernels("auto", "cpu").name in IMPLEMENTATIONS
-    for name in IMPLEMENTATIONS:
+    assert get_kernels("auto", "cpu").name == ("cpu" if library.is_there() else "reference")
+    for name in ("reference", "pallas", *(["cpu"] if library.is_there() else [])):
         assert get_kernels(name, PLATFORM).name == name
     with pytest.raises(NotImplementedError, match=r"kernel implementation 'cuda'; available: .*reference"):
         get_kernels("cuda", PLATFORM)

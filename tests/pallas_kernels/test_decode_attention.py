@@ -14,6 +14,7 @@ from pallas_kernels import decode_attention as kernel
 from pallas_kernels import reference
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.test_conformance import (
+    INTERPRET,
     SHAPES,
     TOLERANCES,
     Shape,
@@ -38,7 +39,7 @@ def jit(function, **fixed):
 @functools.cache
 def jitted(scale, splits, scan):
     """Compiled anew wherever the number of splits or of entries scanned together is forced."""
-    return jit(kernel.decode_attention, scale=scale, interpret=True)
+    return jit(kernel.decode_attention, scale=scale, interpret=INTERPRET)
 
 
 def run(case, dtype, scale, splits=None, scan=None):
@@ -186,7 +187,7 @@ class Int8Case:
 @pytest.mark.parametrize(("shape", "masked"), [(SHAPES[2], False), (SHAPES[4], True)], ids=str)
 def test_int8(implementation, shape, masked):
     function = kernel.decode_attention if implementation == "kernel" else reference.decode_attention
-    fixed = {"interpret": True} if implementation == "kernel" else {}
+    fixed = {"interpret": INTERPRET} if implementation == "kernel" else {}
     function = jit(function, scale=shape.scale, **fixed)
     for seed, kinds in enumerate((["everything"] * 3, ["some tokens", "one token", "nothing"])):
         case = Int8Case.make(shape, seed, kinds, masked)

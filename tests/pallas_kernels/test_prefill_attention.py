@@ -19,6 +19,7 @@ from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.support import BLOCK_SIZES, HEAD_DIMS
 from pallas_kernels.triton import TrafficMeter
 from tests.pallas_kernels.test_conformance import (
+    INTERPRET,
     Shape,
     all_dtypes,
     all_implementations,
@@ -200,7 +201,7 @@ def test_more_steps_than_one_window_holds(monkeypatch, density):
     assert kernel.LANES * kernel._FLOAT32[shape.head_dim].keys < 1100
     case = prefill_case(shape, "float32", 0, ((1100, 100),), num_tiles=1, max_start=1100)
     case.tile_mask = random_mask(case, shape, 1, density, num_key_tiles=10)
-    function = jax.jit(functools.partial(kernel.prefill_attention, scale=shape.scale, interpret=True))
+    function = jax.jit(functools.partial(kernel.prefill_attention, scale=shape.scale, interpret=INTERPRET))
     assert_close(function(*case.arrays("float32")), case.expected(shape.scale), "float32", "attention")
 
 

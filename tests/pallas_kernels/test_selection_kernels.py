@@ -19,6 +19,7 @@ from pallas_kernels import select_blocks as selection
 from pallas_kernels.triton import kernel_call
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.test_conformance import (
+    INTERPRET,
     Shape,
     all_dtypes,
     assert_close,
@@ -35,7 +36,7 @@ by_head = pytest.mark.parametrize("per_query_head", [False, True], ids=["kv_head
 
 
 def jit(function, **fixed):
-    return jax.jit(functools.partial(function, interpret=True, **fixed), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(functools.partial(function, interpret=INTERPRET, **fixed), compiler_options=COMPILER_OPTIONS)
 
 
 def ints(*arrays):
