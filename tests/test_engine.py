@@ -311,6 +311,6 @@ def test_a_step_that_fails_on_the_device_says_why_and_the_engine_says_so_later(m
     monkeypatch.setattr(engine.runner, "execute", fail)
     with pytest.raises(MemoryError, match="out of device memory"):
         engine.generate([Request(prompt=[1, 2, 3], sampling=GREEDY)])
-    with pytest.raises(RuntimeError, match="an earlier step failed.*make a new Engine") as error:
+    with pytest.raises(RuntimeError, match=r"an earlier step failed.*make a new Engine") as error:
         engine.generate([Request(prompt=[1, 2, 3], sampling=GREEDY)])
     assert isinstance(error.value.__cause__, MemoryError)
