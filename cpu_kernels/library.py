@@ -30,6 +30,10 @@ TARGETS = (
     ("select_blocks", "SparseServeSelectBlocks"),
     ("union_over_group", "SparseServeUnionOverGroup"),
     ("match_slots", "SparseServeMatchSlots"),
+    ("prefill_attention", "SparseServePrefillAttention"),
+    ("flash_h2d", "SparseServeFlashH2D"),
+    ("copy_blocks", "SparseServeCopyBlocks"),
+    ("save_pieces", "SparseServeSavePieces"),
 )
 
 
@@ -94,12 +98,22 @@ def target(name: str) -> str:
     return in_force().target(name)
 
 
+def is_there() -> bool:
+    """Whether native kernels serve here."""
+    return not _why_not()
+
+
 def describe() -> str:
     """The variant in force, or why there is none."""
+    return f"none: {_why_not()}" if _why_not() else in_force().variant
+
+
+def _why_not() -> str:
     try:
-        return in_force().variant
+        in_force()
     except NotImplementedError as error:
-        return f"none: {error}"
+        return str(error)
+    return ""
 
 
 _REMEDY = (

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from cpu_kernels.library import target
+from host_offload.memory import as_host_array
 
 _DIGEST_METHODS = {"cuboid-mean": 0, "quest": 1, "mean": 2}  # DigestMethod in src/digest.h
 
@@ -141,6 +142,61 @@ def decode_attention(
     return jax.ffi.ffi_call(target("decode_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))(
         q, pool, _ints(block_ids), _ints(num_valid), mask, scales, scale=np.float32(scale)
     )
+
+
+def flash_h2d(
+    device_pool: Num[Array, "num_slots num_kv_heads 2 block_size head_dim"],
+    host_pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    slot_ids: Int[Array, "num_seqs num_kv_heads num_selected"],
+    block_ids: Int[Array, "num_seqs num_kv_heads num_selected"],
+    missing: Bool[Array, "num_seqs num_kv_heads num_selected"],
+) -> Num[Array, "num_slots num_kv_heads 2 block_size head_dim"]:
+    """Copies host piece (block_ids, head) to device piece (slot_ids, head) wherever `missing`; in place if donated.
+
+    Args:
+        host_pool: in pinned host memory, which native code reads where it lies.
+        slot_ids / block_ids: only entries with `missing` are looked at.
+    """
+    return jax.ffi.ffi_call(target("flash_h2d"), _like(device_pool), input_output_aliases={0: 0})(
+        device_pool, host_pool, _ints(slot_ids), _ints(block_ids), missing
+    )
+
+
+def load_blocks(
+    device_pool: Num[Array, "num_slots num_kv_heads 2 block_size head_dim"],
+    host_pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    slot_ids: Int[Array, "num_loaded"],
+    block_ids: Int[Array, "num_loaded"],
+) -> Num[Array, "num_slots num_kv_heads 2 block_size head_dim"]:
+    """Copies whole blocks (all heads) to the device pool; see `host_offload.flash_h2d.load_blocks`."""
+    return jax.ffi.ffi_call(target("copy_blocks"), _like(device_pool), input_output_aliases={0: 0})(
+        device_pool, host_pool, _ints(slot_ids), _ints(block_ids)
+    )
+
+
+def save_blocks(
+    host_pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    blocks: Num[Array, "num_saved num_kv_heads 2 block_size head_dim"],
+    block_ids: Int[Array, "num_saved"],
+) -> Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"]:
+    """Writes whole blocks to the host pool, in place when donated; padding goes to the null block."""
+    saved = jax.ffi.ffi_call(target("copy_blocks"), _like(host_pool), input_output_aliases={0: 0})(
+        host_pool, blocks, _ints(block_ids), jnp.zeros((0,), jnp.int32)
+    )
+    return as_host_array(saved)
+
+
+def save_pieces(
+    host_pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
+    device_pool: Num[Array, "num_slots num_kv_heads 2 block_size head_dim"],
+    slot_ids: Int[Array, "num_saved num_kv_heads"],
+    block_ids: Int[Array, "num_saved"],
+) -> Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"]:
+    """Saves blocks whose heads lie in different slots (decode: residency is per head)."""
+    saved = jax.ffi.ffi_call(target("save_pieces"), _like(host_pool), input_output_aliases={0: 0})(
+        host_pool, device_pool, _ints(slot_ids), _ints(block_ids)
+    )
+    return as_host_array(saved)
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:

@@ -38,10 +38,14 @@ class Kernels:
     save_pieces: Callable[..., Array]
     interpreted: bool = False
     """Run by Pallas' interpreter, not compiled: right everywhere, and slow."""
+    variant: str = ""
+    """The instruction set that native kernels were compiled for."""
 
     def describe(self) -> str:
         """The name, as printed at start."""
-        return f"{self.name}, interpreted (slow: for tests)" if self.interpreted else self.name
+        if self.interpreted:
+            return f"{self.name}, interpreted (slow: for tests)"
+        return f"{self.name} ({self.variant})" if self.variant else self.name
 
     def require(self, *, head_dim: int, block_size: int, dtype: str, group: int, tiered: bool, platform: str) -> None:
         """Refuses a model or a configuration that these kernels cannot serve, before anything is loaded.
@@ -115,8 +119,40 @@ def _pallas(interpret: bool) -> Kernels:
     )
 
 
-IMPLEMENTATIONS = ("pallas", "reference")
-_BY_PLATFORM = {"cpu": "reference", "gpu": "pallas"}
+@functools.cache
+def _cpu() -> Kernels:
+    # Imported here: loads and registers a shared library.
+    from cpu_kernels import library, ops
+
+    variant = library.in_force().variant
+    return Kernels(
+        name="cpu",
+        variant=variant,
+        append_blocks=ops.append_blocks,
+        append_tokens=ops.append_tokens,
+        score_blocks=ops.score_blocks,
+        select_blocks=ops.select_blocks,
+        union_over_group=ops.union_over_group,
+        match_slots=ops.match_slots,
+        decode_attention=ops.decode_attention,
+        prefill_attention=reference.prefill_attention,
+        flash_h2d=ops.flash_h2d,
+        load_blocks=ops.load_blocks,
+        save_blocks=ops.save_blocks,
+        save_pieces=ops.save_pieces,
+    )
+
+
+IMPLEMENTATIONS = ("pallas", "cpu", "reference")
+
+
+def _by_platform(platform: str) -> str:
+    """What "auto" means: native kernels where they are, else plain XLA."""
+    if platform == "gpu":
+        return "pallas"
+    from cpu_kernels import library
+
+    return "cpu" if platform == "cpu" and library.is_there() else "reference"
 
 
 def get_kernels(implementation: str, platform: str) -> Kernels:
@@ -125,9 +161,14 @@ def get_kernels(implementation: str, platform: str) -> Kernels:
     On the CPU "pallas" is interpreted: right, and far too slow to serve.
 
     Raises:
-        NotImplementedError: no such implementation; names those that exist.
+        NotImplementedError: no such implementation (names those that exist), or no native library for this CPU (says
+            why and what to do).
     """
-    name = _BY_PLATFORM.get(platform, "reference") if implementation == "auto" else implementation
+    name = _by_platform(platform) if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         raise NotImplementedError(f"kernel implementation {name!r}; available: {', '.join(IMPLEMENTATIONS)}")
+    if name == "cpu":
+        if platform != "cpu":
+            raise NotImplementedError(f"implementation='cpu' runs on CPUs, not on {platform!r}; use 'auto'")
+        return _cpu()
     return _pallas(interpret=platform == "cpu") if name == "pallas" else _REFERENCE

@@ -15,7 +15,7 @@ SelectionGranularity = Literal["kv_head", "query_head"]
 KVTiers = Literal["unified", "tiered"]
 PrefillMode = Literal["layer", "chunked"]
 BatchControl = Literal["working-set", "none"]
-Implementation = Literal["auto", "pallas", "reference"]
+Implementation = Literal["auto", "pallas", "cpu", "reference"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class EngineConfig:
         batch_control: "working-set" = Algorithm 1; "none" = admit first come, first served (the ablation).
         deterministic: one decode batch shape and unpacked prefill, so that tokens do not depend on batch mates
             to the last bit.
-        implementation: kernel implementation: "pallas" (GPU; on the CPU interpreted, for tests), "reference" (XLA);
-            "auto" picks by platform and says which.
+        implementation: kernel implementation: "pallas" (GPU; on the CPU interpreted, for tests), "cpu" (native code),
+            "reference" (XLA); "auto" picks by platform and says which.
         record_selection: keep every decode step's selected block ids on the outputs (tests and studies).
         seed: base seed for requests that bring none.
         compilation_cache_dir: where compiled programs persist; None = the per-user cache, "" = off.
@@ -87,7 +87,7 @@ class EngineConfig:
         _one_of("kv_tiers", self.kv_tiers, ("unified", "tiered"))
         _one_of("prefill", self.prefill, ("layer", "chunked"))
         _one_of("batch_control", self.batch_control, ("working-set", "none"))
-        _one_of("implementation", self.implementation, ("auto", "pallas", "reference"))
+        _one_of("implementation", self.implementation, ("auto", "pallas", "cpu", "reference"))
         _at_least("num_dense_layers", self.num_dense_layers, 0)
         _at_least("num_sink_blocks", self.num_sink_blocks, 0)
         _at_least("num_newest_blocks", self.num_newest_blocks, 1)

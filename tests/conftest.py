@@ -10,7 +10,8 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 
 CHECKED_PACKAGES = (
-    "pallas_kernels", "host_offload", "sparseserve_jax.models", "sparseserve_jax.runner", "sparseserve_jax.sampling",
+    "pallas_kernels", "cpu_kernels", "host_offload", "sparseserve_jax.models", "sparseserve_jax.runner",
+    "sparseserve_jax.sampling",
 )  # fmt: skip
 """Where arrays are handled. Elsewhere there is nothing but plain Python, which pyright checks."""
 
