@@ -79,26 +79,30 @@ def _tile_shares(
     keys = gather_halves(pool, jnp.broadcast_to(block_tables[:, None], every_head), 0)
     keys = keys.reshape(*every_head[:2], -1, head_dim)
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, num_key_tiles * PREFILL_TILE - keys.shape[2]), (0, 0)))
-    tiles = q.reshape(-1, PREFILL_TILE, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    tile_end = jnp.where(tile_tokens > 0, tile_start + tile_tokens, 0)
+    ends = jnp.zeros(every_head[0], tile_end.dtype).at[tile_prompt].max(tile_end)
+    keys = jnp.where((jnp.arange(keys.shape[2]) < ends[:, None])[:, None, :, None], keys, 0)
+    keys = jax.lax.optimization_barrier(keys.reshape(*every_head[:2], -1, width))  # made once, not for every tile
+    tiles = jnp.where(
+        (jnp.arange(PREFILL_TILE) < tile_tokens[:, None])[:, :, None, None],
+        q.reshape(-1, PREFILL_TILE, num_q_heads, head_dim),
+        0,
+    )
+    tiles = tiles.astype(keys.dtype).reshape(-1, _GROUPS, STRIDE, num_kv_heads, group, head_dim)[:, :, ::-1]
+    tiles = tiles.transpose(0, 3, 4, 1, 2, 5).reshape(-1, num_kv_heads, group * _GROUPS, width)
 
     def one_tile(args: tuple[Array, ...]) -> Array:
         tile, prompt, start, count = args
-        real = (jnp.arange(PREFILL_TILE) < count)[:, None]
-        tile = jnp.where(real, tile, 0).astype(keys.dtype)
-        tile = tile.reshape(num_kv_heads, group * _GROUPS, STRIDE, head_dim)[:, :, ::-1]
-        there = (jnp.arange(keys.shape[2]) < start + count)[:, None]
-        k = jnp.where(there, jax.lax.dynamic_index_in_dim(keys, prompt, keepdims=False), 0)
-        scores = jax.lax.dot_general(
-            tile.reshape(num_kv_heads, group * _GROUPS, width), k.reshape(num_kv_heads, -1, width),
-            (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        scores = scores.reshape(num_q_heads, _GROUPS, -1) * (scale / STRIDE)
+        k = jax.lax.dynamic_index_in_dim(keys, prompt, keepdims=False)
+        scores = jax.lax.dot_general(tile, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        scores = scores.reshape(num_q_heads, _GROUPS, -1)
         row = jnp.arange(_GROUPS)[:, None]
         seen = jnp.arange(scores.shape[2])[None, :] <= start // STRIDE + row
-        weights = jax.nn.softmax(jnp.where(seen, scores, NEG_INF), axis=-1)
-        weights = jnp.where(row * STRIDE < count, weights, 0.0)
-        sums = weights.sum(axis=1).reshape(num_q_heads, num_key_tiles, _GROUPS).sum(axis=-1)
-        return sums / jnp.maximum(1, -(-count // STRIDE))
+        scores = jnp.where(seen, scores, NEG_INF)
+        weights = jnp.exp((scores - scores.max(axis=-1, keepdims=True)) * (scale / STRIDE))
+        sums = weights.reshape(num_q_heads, _GROUPS, num_key_tiles, _GROUPS).sum(axis=-1)
+        sums = sums / sums.sum(axis=-1, keepdims=True)
+        return jnp.where(row * STRIDE < count, sums, 0.0).sum(axis=1) / jnp.maximum(1, -(-count // STRIDE))
 
     shares = jax.lax.map(one_tile, (tiles, tile_prompt, tile_start, tile_tokens))
     first = jnp.arange(num_key_tiles)[None, :] * PREFILL_TILE
