@@ -36,7 +36,8 @@ class Case:
         operation: its name in the `Kernels` table.
         shape: in words, for reports.
         arrays: positional arguments, NumPy or None.
-        fixed: keyword arguments.
+        names: of the last arrays, which go in by keyword.
+        fixed: keyword arguments that are no arrays.
         in_place: indices of arguments that are donated.
         in_host_memory: indices of arguments that lie in pinned host memory.
         bytes_minimum: the fewest bytes of device memory that must move: what is read and written, once.
@@ -51,6 +52,7 @@ class Case:
     operation: str
     shape: str
     arrays: tuple[Any, ...]
+    names: tuple[str, ...] = ()
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
     in_place: tuple[int, ...] = ()
     in_host_memory: tuple[int, ...] = ()
@@ -63,7 +65,11 @@ class Case:
 
     def function(self, kernels: Kernels) -> Callable[..., Any]:
         """The jitted operation of an implementation; donates what is updated in place."""
-        return jax.jit(functools.partial(getattr(kernels, self.operation), **self.fixed), donate_argnums=self.in_place)
+        return jax.jit(functools.partial(self._call, getattr(kernels, self.operation)), donate_argnums=self.in_place)
+
+    def _call(self, operation: Callable[..., Any], *arrays: Any) -> Any:
+        first = len(arrays) - len(self.names)
+        return operation(*arrays[:first], **dict(zip(self.names, arrays[first:], strict=True)), **self.fixed)
 
     def abstract_arguments(self) -> tuple[Any, ...]:
         """The arrays' shapes, in the memories where they lie."""
@@ -79,7 +85,7 @@ class Case:
             return [traffic.scaled(times) for traffic in case.traffic()]
         operation = getattr(get_kernels("pallas", "cpu"), self.operation)
         with TrafficMeter() as meter:
-            jax.block_until_ready(operation(*map(_to_jax, self.arrays), **self.fixed))
+            jax.block_until_ready(self._call(operation, *map(_to_jax, self.arrays)))
         return meter.calls
 
     def bytes_requested(self, traffic: Traffic) -> int:
@@ -171,17 +177,15 @@ def decode_attention(
     num_valid = np.full_like(ids, block_size)
     mask = np.ones((num_seqs, num_kv_heads, group, num_selected), bool) if masked else None
     blocks = ids.size * pool[0, 0].nbytes
-    fixed: dict[str, Any] = {"scale": head_dim**-0.5}
-    scales = ()
+    arrays = (q, pool, ids, num_valid, mask)
     if quantised:
-        scales = (np.full((len(pool), num_kv_heads, 2), 0.01, np.float32),)
+        arrays += (np.full((len(pool), num_kv_heads, 2), 0.01, np.float32),)
         blocks += ids.size * 2 * 4
-        fixed["kv_scales"] = scales[0]
     return Case(
         operation="decode_attention",
         shape=_shape(model, seqs=num_seqs, kv_heads=num_kv_heads, group=group, head_dim=head_dim, blocks=num_selected,
                      block_size=block_size, dtype=dtype, masked=masked),
-        arrays=(q, pool, ids, num_valid, mask), fixed=fixed,
+        arrays=arrays, names=("kv_scales",) if quantised else (), fixed={"scale": head_dim**-0.5},
         bytes_minimum=blocks + q.nbytes + q.size * 4, flops_minimum=4 * q.size * num_selected * block_size,
         merged_bytes=q.size * 4,
     )  # fmt: skip
