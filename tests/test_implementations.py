@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cpu_kernels import library
 from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams, serve
 from tests.tiny_model import random_prompt, write_sharp_model
 
@@ -33,6 +34,15 @@ def expected(model):
     return run(model, implementation="reference")
 
 
+@pytest.mark.skipif(not library.is_there(), reason="no native kernels were built for this CPU")
+@pytest.mark.parametrize("changes", [{}, TIERED], ids=["unified", "tiered"])
+def test_native_kernels_serve_the_same_tokens(model, expected, changes):
+    outputs = run(model, implementation="cpu", **changes)
+    assert [output.token_ids for output in outputs] == [other.token_ids for other in expected]
+    if changes:
+        assert sum(output.metrics.blocks_loaded for output in outputs) > 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, TIERED, TIERED | {"selection_granularity": "query_head", "device_kv_bytes": 3_000_000}],
@@ -56,8 +66,10 @@ def test_interpreted_kernels_serve_the_same_tokens_from_the_same_blocks(model, e
 def test_what_is_in_force_is_said(model):
     engine = Engine(model, dataclasses.replace(BASE, implementation="pallas"))
     assert any("kernels: pallas, interpreted" in line for line in engine.info.lines())
-    engine = Engine(model, BASE)
-    assert any("kernels: reference" in line for line in engine.info.lines())
+    engine = Engine(model, dataclasses.replace(BASE, implementation="reference"))
+    assert any(line.endswith("kernels: reference") for line in engine.info.lines())
+    expected = f"kernels: cpu ({library.describe()})" if library.is_there() else "kernels: reference"
+    assert any(line.endswith(expected) for line in Engine(model, BASE).info.lines())
 
 
 def test_a_shape_without_a_kernel_is_refused_before_anything_is_loaded(tmp_path):

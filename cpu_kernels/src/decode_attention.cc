@@ -10,6 +10,7 @@
 // query heads of its group.
 #include <atomic>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "ffi_op.h"
@@ -223,14 +224,14 @@ void run(ffi::ThreadPool& threads, const Args& args) {
   });
 }
 
+// Widths that are known to the compiler are some tenths faster; for the rest one version saves seconds of compiling.
 template <class T>
 void dispatch(ffi::ThreadPool& threads, const Args& args) {
-  switch (args.shape.head_dim) {
-    case 32: return run<32, T>(threads, args);
-    case 64: return run<64, T>(threads, args);
-    case 128: return run<128, T>(threads, args);
-    default: return run<0, T>(threads, args);
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (args.shape.head_dim == 64) return run<64, T>(threads, args);
+    if (args.shape.head_dim == 128) return run<128, T>(threads, args);
   }
+  run<0, T>(threads, args);
 }
 
 ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints block_ids,

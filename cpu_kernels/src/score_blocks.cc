@@ -5,6 +5,7 @@
 // lane turns scores into ranks: the mean of the softmax over the query group, or the scores of each query head.
 #include <atomic>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "ffi_op.h"
@@ -160,11 +161,11 @@ ffi::Error score_blocks(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffe
                   out->typed_data()};
   SPARSESERVE_CHECK(with_float_type(digests.element_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    switch (head_dim) {
-      case 64: return run<128, T>(threads, args, num_lanes);
-      case 128: return run<256, T>(threads, args, num_lanes);
-      default: return run<0, T>(threads, args, num_lanes);
+    if constexpr (std::is_same_v<T, Bf16>) {  // as in decode_attention.cc
+      if (head_dim == 64) return run<128, T>(threads, args, num_lanes);
+      if (head_dim == 128) return run<256, T>(threads, args, num_lanes);
     }
+    run<0, T>(threads, args, num_lanes);
   }), "digests are bfloat16 (or their bits) or float32");
   return ffi::Error::Success();
 }

@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kGrain = 4;  // rows
 
 int32_t key_of(float rank) {
-  const float positive_zero = rank + 0.0f;  // so that -0 and 0 tie
   int32_t bits;
-  std::memcpy(&bits, &positive_zero, sizeof bits);
+  std::memcpy(&bits, &rank, sizeof bits);
+  if (bits == INT32_MIN) return 0;  // -0 and 0 tie
   return bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 
