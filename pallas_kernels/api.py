@@ -68,6 +68,35 @@ class Kernels:
                 "there; use implementation='pallas' or kv_tiers='unified'"
             )
 
+    def require_sizes(self, *, budget_blocks: int, max_blocks: int, num_selected: int, num_slots: int) -> None:
+        """Refuses a KV layout that is too large for these kernels.
+
+        Args:
+            budget_blocks: that one head chooses, of `max_blocks` of the longest sequence.
+            num_selected: that all query heads of a KV head choose together.
+            num_slots: of the largest grant; 0 without KV tiers.
+
+        Raises:
+            NotImplementedError: names the value, the bound and the settings that it comes from.
+        """
+        if self.name != "pallas":
+            return
+        from pallas_kernels import match_slots, select_blocks
+
+        settings = "lower sparse_budget_tokens or raise block_size"
+        for what, value, most, remedy in (
+            ("selected blocks", num_selected if num_slots else 0, match_slots.MAX_SELECTED, settings),
+            ("slots of a grant", num_slots, match_slots.MAX_SLOTS, f"lower max_grant_factor, {settings}"),
+            (
+                f"blocks chosen of {max_blocks}", budget_blocks if max_blocks > select_blocks.CHUNK else 0,
+                select_blocks.MAX_CHUNKED_SELECTION, f"lower max_model_len, {settings}",
+            ),
+        ):  # fmt: skip
+            if value > most:
+                raise NotImplementedError(
+                    f"no Pallas kernel for {value} {what}; supported: up to {most}. {remedy[0].upper()}{remedy[1:]}"
+                )
+
 
 _REFERENCE = Kernels(
     name="reference",
@@ -122,7 +151,7 @@ def _pallas(interpret: bool) -> Kernels:
 @functools.cache
 def _cpu() -> Kernels:
     # Imported here: loads and registers a shared library.
-    from cpu_kernels import library, ops
+    from cpu_kernels import library, ops, prefill_attention
 
     variant = library.in_force().variant
     return Kernels(
@@ -135,7 +164,7 @@ def _cpu() -> Kernels:
         union_over_group=ops.union_over_group,
         match_slots=ops.match_slots,
         decode_attention=ops.decode_attention,
-        prefill_attention=reference.prefill_attention,
+        prefill_attention=prefill_attention.prefill_attention,
         flash_h2d=ops.flash_h2d,
         load_blocks=ops.load_blocks,
         save_blocks=ops.save_blocks,
