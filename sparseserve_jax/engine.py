@@ -81,6 +81,10 @@ class Engine:
             available_device_bytes=int(MEMORY_SHARE * free_device),
             available_host_bytes=int(MEMORY_SHARE * free_host),
         )
+        kernels.require_sizes(
+            budget_blocks=config.sparse_budget_blocks or 0, max_blocks=self.layout.max_blocks_per_seq,
+            num_selected=self.layout.selection_blocks, num_slots=self.layout.max_grant_slots if self.layout.tiered else 0,
+        )  # fmt: skip
         self.tokenizer = Tokenizer(
             source.tokenizer_json,
             bos_token_id=source.config.bos_token_id,

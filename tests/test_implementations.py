@@ -80,3 +80,32 @@ def test_a_shape_without_a_kernel_is_refused_before_anything_is_loaded(tmp_path)
     with pytest.raises(NotImplementedError, match=r"head_dim 24; supported: 16, 32, .*implementation='reference'"):
         Engine(tmp_path, config)
     Engine(tmp_path, dataclasses.replace(BASE, max_model_len=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"kv_tiers": "tiered", "sparse_budget_tokens": 16 * 1025},
+            r"1025 selected blocks; supported: up to 1024\. Lower",
+        ),
+        (
+            {"kv_tiers": "tiered", "sparse_budget_tokens": 16 * 1024, "max_grant_factor": 5},
+            r"5120 slots of a grant; .*max_gr",
+        ),
+        (
+            {"sparse_budget_tokens": 16 * 2049},
+            r"2049 blocks chosen of 6250; supported: up to 2048\. Lower max_model_len",
+        ),
+    ],
+)
+def test_sizes_without_a_kernel_are_refused_before_anything_is_loaded(tmp_path, changes, message):
+    from tests.checkpoint.tiny_checkpoints import write_checkpoint
+
+    write_checkpoint(
+        tmp_path, dtype=np.float32, head_dim=16, hidden_size=16, num_attention_heads=1, num_key_value_heads=1,
+        num_hidden_layers=1, max_position_embeddings=131072,
+    )  # fmt: skip
+    config = dataclasses.replace(BASE, num_dense_layers=0, max_model_len=100_000, implementation="pallas", **changes)
+    with pytest.raises(NotImplementedError, match=message):
+        Engine(tmp_path, config)

@@ -109,6 +109,23 @@ def test_gpu_check_without_a_gpu_says_so(monkeypatch, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": "kernel"}, "--only kernel: no such part; there are conformance, kernels"),
+        ({"only": "kernels", "budget_s": 0.0}, "no time for: \\['kernels'\\]"),
+        (
+            {"only": "kernels", "json_file": Path("/nowhere/x.json")},
+            "--json /nowhere/x.json: No such file or directory",
+        ),
+    ],
+)
+def test_gpu_check_that_checks_nothing_fails(monkeypatch, tmp_path, options, message):
+    given = {"json_file": tmp_path / "x.json", "dry_run": True, "budget_s": 60.0} | options
+    with pytest.raises(SystemExit, match=message):
+        run_main("gpu_check.py", monkeypatch, **given)
+
+
 @pytest.mark.gpu
 def test_gpu_check(monkeypatch, tmp_path):
     options = {"dry_run": False, "budget_s": 350.0, "only": "conformance,kernels,transfers,serving"}

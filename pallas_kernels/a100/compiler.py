@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import re
 import subprocess
 import tempfile
@@ -105,15 +106,18 @@ class CompiledProgram:
     hlo: str
 
     def copies_of(self, shape: tuple[int, ...]) -> list[str]:
-        """HLO lines that copy an array of this shape, wherever in the program."""
-        dims = "[" + ",".join(map(str, shape)) + "]"
-        copies = re.findall(r"^\s*(?:ROOT )?%\S+ = (.*? (?:copy|copy-start|copy-done)\(.*)$", self.hlo, re.MULTILINE)
-        return [line for line in copies if dims in line.split("(")[0] or dims in line]
+        """HLO lines that copy an array of as many elements as `shape` has, in any shape (pools are also taken flat).
+
+        What is computed anew is no copy: it shows in `temp_bytes`.
+        """
+        copies = re.findall(r"^\s*(?:ROOT )?%\S+ = .*? (?:copy|copy-start)\(.*$", self.hlo, re.MULTILINE)
+        sizes = ([math.prod(_ints(dims)) for dims in re.findall(r"\w+\[([\d,]+)\]", line)] for line in copies)
+        return [line for line, found in zip(copies, sizes, strict=True) if math.prod(shape) in found]
 
     def host_calls(self) -> list[str]:
-        """HLO lines that would call back into the host program."""
-        operations = r"custom_call_target=\"\w*callback|\b(?:infeed|outfeed|send|recv)\("
-        return re.findall(rf"^.* = .*(?:{operations}).*$", self.hlo, re.MULTILINE)
+        """HLO lines that would compute on the host or call back into the host program."""
+        marks = r'custom_call_target="\w*callback|HostExecute|execution_thread="host"|\b(?:infeed|outfeed|send|recv)\('
+        return re.findall(rf"^.* = .*(?:{marks}).*$", self.hlo, re.MULTILINE)
 
 
 @functools.cache
@@ -178,7 +182,7 @@ def _take_apart(folder: Path, memory: Any) -> CompiledProgram:
         if name in kernels or name not in resources:
             continue
         kernels[name] = CompiledKernel(
-            name=name, grid=_ints(grid), threads=_product(_ints(threads)),
+            name=name, grid=_ints(grid), threads=math.prod(_ints(threads)),
             dynamic_shared_memory_bytes=int(dynamic), **resources[name],
         )  # fmt: skip
     return CompiledProgram(
@@ -228,13 +232,6 @@ def _number(pattern: str, text: str) -> int:
 
 def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
-
-
-def _product(values: tuple[int, ...]) -> int:
-    out = 1
-    for value in values:
-        out *= value
-    return out
 
 
 def _cuda_tool(name: str) -> Path | None:

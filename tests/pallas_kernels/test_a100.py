@@ -9,11 +9,15 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.experimental.compute_on import compute_on
 
+from host_offload.memory import abstract
+from pallas_kernels import prefill_attention as prefill_kernel
 from pallas_kernels.a100 import cases, target
 from pallas_kernels.a100.cases import Case
 from pallas_kernels.a100.compiler import CompiledProgram, compile_for_a100, missing_reason
@@ -52,6 +56,8 @@ def test_machine_code(case: Case) -> None:
         assert kernel.shared_memory_bytes <= target.SHARED_MEMORY_OPTIN
         assert kernel.programs_per_sm >= (2 if kernel.name == "decode_attention" else 1), kernel
     check_launches(case, program.launches)
+    if "attention" in case.operation:
+        assert program.temp_bytes < case.arrays[1].nbytes / 2  # a pool made anew would be there
     updated = sum(case.arrays[index].nbytes for index in case.in_place)
     assert program.alias_bytes + program.host_alias_bytes == updated
     if case.in_place:
@@ -156,6 +162,44 @@ def test_the_meter_sees_a_second_read() -> None:
     assert sum(bytes_of(twice).values()) >= 2 * blocks
 
 
+# --- the checks themselves -------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_copy_of_a_pool_is_seen(flat: bool) -> None:
+    """Of a pool that is updated but not donated, and of one that is flat when it is copied."""
+    pool = np.zeros((9, 2, 2, 32, 64), np.float32)
+
+    def update(pool):
+        whole = jax.lax.optimization_barrier(pool.reshape(-1, 64)) if flat else pool
+        return whole.at[1].set(1.0), whole
+
+    program = compile_for_a100(jax.jit(update), abstract(pool))
+    assert program.copies_of(pool.shape)
+    assert not program.copies_of((3, *pool.shape[1:]))
+
+
+@needs_compiler
+def test_work_for_the_host_is_seen() -> None:
+    def on_host(x):
+        with compute_on("device_host"):
+            y = x * 2
+        return y + 1
+
+    program = compile_for_a100(jax.jit(on_host), abstract(np.ones((8, 128), np.float32)))
+    assert program.host_calls()
+
+
+@needs_compiler
+def test_spills_are_seen(monkeypatch) -> None:
+    monkeypatch.setitem(prefill_kernel._BF16, 128, dataclasses.replace(prefill_kernel._BF16[128], num_warps=2))
+    jax.clear_caches()
+    program = compile_case(cases.prefill_attention())
+    assert program.kernels["prefill_attention"].spill_bytes > 0
+    jax.clear_caches()
+
+
 # --- whole steps -----------------------------------------------------------------------------------------------------
 
 
@@ -200,16 +244,16 @@ def nbytes(arrays) -> int:
 )
 def test_the_decode_step_of_a_whole_model(model: ModelConfig, tiers: str) -> None:
     """KV is updated in place, nothing copies a pool, the host pool is read where it lies, the host is not called."""
-    abstract = runner(model, tiers)
-    program = compile_step(abstract.decode_step(8, 32768))
-    state = abstract.state
+    whole = runner(model, tiers)
+    program = compile_step(whole.decode_step(8, 32768))
+    state = whole.state
     arrays = (*state.pools, *state.digests, *state.resident, *state.last_selected)
     assert program.alias_bytes >= nbytes(arrays)
     assert program.temp_bytes < 32 * 2**20
     assert program.host_temp_bytes == 0
-    for array in (*arrays, *abstract.host_pools):
+    for array in (*arrays, *whole.host_pools):
         assert not program.copies_of(array.shape)
-    sparse = abstract.host_pools[abstract.layout.num_dense_layers :]
+    sparse = whole.host_pools[whole.layout.num_dense_layers :]
     assert program.host_argument_bytes == nbytes(sparse)
     assert not program.host_calls()
     ours = [name.split("__")[0] for name in program.launches]
@@ -223,8 +267,7 @@ def test_the_decode_step_of_a_whole_model(model: ModelConfig, tiers: str) -> Non
 @needs_compiler
 @pytest.mark.parametrize("model", [llama(2), lwm(2)], ids=["llama-3-8b", "lwm-7b"])
 def test_one_layer_of_prefill_at_32k(model: ModelConfig) -> None:
-    abstract = runner(model, "tiered")
-    step = abstract.prefill_layer(32768)
+    step = runner(model, "tiered").prefill_layer(32768)
     program = compile_step(step)
     _, hidden, staging, digests, _ = step.args
     assert program.alias_bytes >= nbytes((hidden, staging, digests))
@@ -236,10 +279,10 @@ def test_one_layer_of_prefill_at_32k(model: ModelConfig) -> None:
 
 @needs_compiler
 def test_saving_is_in_place_and_needs_no_room() -> None:
-    abstract = runner(llama(3), "tiered")
+    whole = runner(llama(3), "tiered")
     for step, pools in (
-        (abstract.save_newest(8), abstract.host_pools),
-        (abstract.save_layer(32768), abstract.host_pools[-1:]),
+        (whole.save_newest(8), whole.host_pools),
+        (whole.save_layer(32768), whole.host_pools[-1:]),
     ):
         program = compile_step(step)
         assert program.host_alias_bytes == nbytes(pools)

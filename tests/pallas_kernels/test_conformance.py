@@ -135,6 +135,11 @@ def test_every_size_that_matters_is_covered():
     assert {s.head_dim for s in SHAPES} == {32, 64, 128}
 
 
+def test_says_where_it_runs(record_property):
+    """scripts/gpu_check.py reads it: a suite that ran elsewhere proves nothing."""
+    record_property("platform", PLATFORM)
+
+
 def test_the_dispatch_table_names_what_it_has():
     assert get_kernels("auto", "cpu").name == ("cpu" if library.is_there() else "reference")
     for name in ("reference", "pallas", *(["cpu"] if library.is_there() else [])):
