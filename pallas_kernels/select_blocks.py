@@ -130,6 +130,7 @@ def choose_largest(keys: Int[Array, "_"], num_wanted: Int[Array, ""]) -> tuple[B
         )
 
     lowest = jnp.where(keys == NEVER, jnp.iinfo(jnp.int32).max, keys).min()
+    lowest = jnp.where(num_wanted > 0, lowest, keys.max())  # nothing wanted (no misses): nothing to look for
     low, _, num_from_low = jax.lax.while_loop(too_many, halve, (lowest, keys.max() + 1, count(lowest)))
     above, equal = keys > low, keys == low
     num_equal_wanted = num_wanted - above.astype(jnp.int32).sum()
