@@ -106,7 +106,8 @@ def every_case() -> Iterator[Case]:
             for block_size in BLOCK_SIZES:
                 size: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "dtype": dtype}
                 yield decode_attention(**size)
-                yield prefill_attention(**size)
+                if dtype == "bfloat16" or block_size == 32:  # float32 takes ten times as long to compile
+                    yield prefill_attention(**size)
                 yield append_tokens(**size)
                 yield append_blocks(**size)
                 yield from transfers(**size)

@@ -22,11 +22,11 @@ from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import from_storage, storage_dtype, to_storage
 from tests.pallas_kernels import oracle
 
+PLATFORM = jax.default_backend()
 NO_LIBRARY = pytest.mark.skipif(
-    not library.is_there(), reason="no native kernels were built for this CPU (see cpu_kernels/library.py)"
+    PLATFORM != "cpu" or not library.is_there(), reason="no native kernels here (see cpu_kernels/library.py)"
 )
 IMPLEMENTATIONS = ("reference", "pallas", pytest.param("cpu", marks=NO_LIBRARY))
-PLATFORM = jax.default_backend()
 INTERPRET = PLATFORM == "cpu"
 """For tests that call kernels past the table: on a GPU (scripts/gpu_check.py) they run as they are."""
 
@@ -174,13 +174,15 @@ def assert_digests(digests, rows, hi, lo, dtype):
     assert (radius >= 0).all()
 
 
-methods = pytest.mark.parametrize("method", ["cuboid-mean", "quest", "mean"])
+METHODS = ("cuboid-mean", "quest", "mean")
+methods = pytest.mark.parametrize("method", METHODS)
+every_method = [*((shape, METHODS[0]) for shape in SHAPES[:3]), *((SHAPES[0], method) for method in METHODS[1:])]
+appending = pytest.mark.parametrize(("shape", "method"), every_method, ids=str)
 
 
 @all_implementations
+@appending
 @all_dtypes
-@pool_shapes
-@methods
 @few_examples
 @given(seed=seeds, num_padding=st.integers(0, 6))
 def test_append_blocks(implementation, dtype, shape, method, seed, num_padding):
@@ -233,9 +235,8 @@ def test_append_blocks_comparison_has_teeth(implementation, dtype, method):
 
 
 @all_implementations
+@appending
 @all_dtypes
-@pool_shapes
-@methods
 @few_examples
 @given(seed=seeds, num_padding=st.integers(0, 2))
 def test_append_tokens(implementation, dtype, shape, method, seed, num_padding):
