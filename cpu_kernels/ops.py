@@ -97,10 +97,9 @@ def union_over_group(
     num_seqs, num_q_heads, _ = selected.shape
     shape = (num_seqs, num_kv_heads, num_union)
     mask_shape = (num_seqs, num_kv_heads, num_q_heads // num_kv_heads, num_union)
-    return jax.ffi.ffi_call(
-        target("union_over_group"),
-        (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(mask_shape, jnp.bool_)),
-    )(_ints(selected), max_blocks=np.int32(max_blocks))
+    results = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(mask_shape, jnp.bool_))
+    ids, mask = jax.ffi.ffi_call(target("union_over_group"), results)(_ints(selected), max_blocks=np.int32(max_blocks))
+    return ids, mask
 
 
 def match_slots(
@@ -123,7 +122,8 @@ def match_slots(
         jax.ShapeDtypeStruct(resident.shape, jnp.int32),
     )
     arrays = (selected, resident, last_selected, num_slots)
-    return jax.ffi.ffi_call(target("match_slots"), results)(*map(_ints, arrays))
+    slots, missed, after = jax.ffi.ffi_call(target("match_slots"), results)(*map(_ints, arrays))
+    return slots, missed, after
 
 
 def decode_attention(

@@ -1,11 +1,11 @@
 // Decode attention: one query token a sequence over blocks of the paged pool, read where they lie.
 //
-// A lane is one KV head of one sequence. Its blocks are taken kChunkTokens at a time: a chunk has its own online softmax
-// (Milakov and Gimelshein, arXiv 1805.02867), and the chunks of a lane are merged in order by whichever thread finishes
-// the last of them (flash-decoding). Chunks are the unit of work, so two threads share even one sequence evenly, and a
-// result does not depend on the number of threads or on what else is in the batch, to the last bit.
+// A lane is one KV head of one sequence. Its blocks are taken kChunkTokens at a time: a chunk has an online softmax of
+// its own (Milakov and Gimelshein, arXiv 1805.02867), and the chunks of a lane are merged in order by whichever thread
+// finishes the last of them (flash-decoding). Chunks are the unit of work, so two threads share even one sequence
+// evenly, and a result does not depend on the number of threads or on what else is in the batch, to the last bit.
 //
-// Per block: scores of kLanes keys at a time with the transposing sum of simd.h, softmax in base 2, and the weighted sum
+// Per block: scores of kLanes keys at a time with the transposing sums of simd.h, softmax in base 2, and weighted sums
 // of values. The next block is prefetched row by row meanwhile. What bounds it is memory: a piece is read once for all
 // query heads of its group.
 #include <atomic>

@@ -15,8 +15,8 @@ namespace sparseserve {
 // Runs body(0) ... body(num_tasks - 1), each once, in any order and on any thread; returns when all are done.
 //
 // The caller works, too, and waits only for tasks that some thread has begun: were every thread of the pool inside a
-// handler, each waiting for helpers to start, none would ever start. A helper that comes late finds nothing to claim; it
-// touches nothing but the shared state, which it owns a part of.
+// handler, each waiting for helpers to start, none would ever start. A helper that comes late finds nothing to claim;
+// it touches nothing but the shared state, which it owns a part of.
 template <class Body>
 void parallel_for(ffi::ThreadPool& pool, int64_t num_tasks, Body&& body) {
   const int64_t num_helpers = std::min<int64_t>(pool.num_threads(), num_tasks) - 1;

@@ -23,8 +23,8 @@ struct Copy {
 
 constexpr int64_t kPiecesAtOnce = 8;
 
-// Copies (block, head) pieces; `copy_of(i)` is the i-th. Block 0 is the null block, where padding goes: nothing is written
-// there. An id outside its pool is an error.
+// Copies (block, head) pieces; `copy_of(i)` is the i-th. Block 0 is the null block, where padding goes: nothing is
+// written there. An id outside its pool is an error.
 template <class CopyOf>
 ffi::Error copy_pieces(ffi::ThreadPool& threads, int64_t num_pieces, const ffi::AnyBuffer& from_pool,
                        const ffi::AnyBuffer& to_pool, CopyOf&& copy_of) {

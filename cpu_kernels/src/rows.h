@@ -23,7 +23,8 @@ void make_query(const float* values, int width, float* query) {
 }
 
 template <int kQueries, class T>
-inline void add_products(const F32 (&x)[4][Steps<T>::kVectors], const float* queries, int stride, F32 (&sums)[kQueries][4]) {
+inline void add_products(const F32 (&x)[4][Steps<T>::kVectors], const float* queries, int stride,
+                         F32 (&sums)[kQueries][4]) {
 #pragma GCC unroll 4
   for (int g = 0; g < kQueries; ++g) {
 #pragma GCC unroll 2

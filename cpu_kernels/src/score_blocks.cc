@@ -1,8 +1,8 @@
 // Ranks of the blocks of every sequence by their digests: what select_blocks chooses by.
 //
-// A score is q . centre + |q| . radius, one dot product of [q, |q|] with a digest, which is contiguous. A lane is one KV
-// head of one sequence; its blocks are scored kChunk at a time, the unit of work. Whoever finishes the last chunk of a
-// lane turns scores into ranks: the mean of the softmax over the query group, or the scores of each query head.
+// A score is q . centre + |q| . radius, one dot product of [q, |q|] with a digest, which is contiguous. A lane is one
+// KV head of one sequence; its blocks are scored kChunk at a time, the unit of work. Whoever finishes the last chunk of
+// a lane turns scores into ranks: the mean of the softmax over the query group, or the scores of each query head.
 #include <atomic>
 #include <memory>
 #include <type_traits>
@@ -63,10 +63,12 @@ void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* s
     for (int g = 0; g < args.group; g += kMaxQueries) {
       const int num_queries = std::min(args.group - g, kMaxQueries);
       F32 sums[kMaxQueries];
-      dot_rows<kWidth, T>(num_queries, queries.data() + g * stride_of_query, width, [&](int i) { return rows[i]; }, sums);
+      const float* of_queries = queries.data() + g * stride_of_query;
+      dot_rows<kWidth, T>(num_queries, of_queries, width, [&](int i) { return rows[i]; }, sums);
       for (int i = 0; i < num_queries; ++i) {
         const F32 scaled = sums[i] * args.scale;
-        std::memcpy(scores + (g + i) * stride + block, &scaled, std::min<int64_t>(last - block, kLanes) * sizeof(float));
+        const int64_t count = std::min<int64_t>(last - block, kLanes);
+        std::memcpy(scores + (g + i) * stride + block, &scaled, count * sizeof(float));
       }
     }
   }

@@ -1,8 +1,8 @@
 // The ids of the best ranked blocks, ascending.
 //
-// Ranks become integers of the same order, and the smallest key that is chosen is found bit by bit: each step counts the
-// keys at or above a threshold, which compilers vectorise. That is 32 passes at most over some KiB in the L1 cache, and
-// no sorting: a last pass in order of ids takes all keys above the threshold and the first of those equal to it.
+// Ranks become integers of the same order, and the smallest key that is chosen is found bit by bit: each step counts
+// the keys at or above a threshold, which compilers vectorise. That is 32 passes at most over some KiB in the L1 cache,
+// and no sorting: a last pass in order of ids takes all keys above the threshold and the first of those equal to it.
 #include <vector>
 
 #include "ffi_op.h"

@@ -1,5 +1,5 @@
-// One float vector for every instruction set that the sources are compiled for: 16 lanes with AVX-512, 8 with AVX2, else
-// 4 (SSE2 or NEON, through the compilers' vector extensions). Arithmetic is written with operators; with
+// One float vector for every instruction set that the sources are compiled for: 16 lanes with AVX-512, 8 with AVX2,
+// else 4 (SSE2 or NEON, through the compilers' vector extensions). Arithmetic is written with operators; with
 // -ffp-contract=fast a * b + c becomes one instruction where there is one. Nothing here is specific to an operation.
 #pragma once
 
@@ -91,8 +91,8 @@ struct Steps {
   static int place(int d) { return d; }
 };
 
-// Of 32 bits that hold two bfloat16 the upper ones are a float32 as they are, the lower ones after a shift: so there is a
-// vector of even and one of odd dimensions. (The dot product instruction of AVX512-bf16 has half the throughput of
+// Of 32 bits that hold two bfloat16 the upper ones are a float32 as they are, the lower ones after a shift: so there is
+// a vector of even and one of odd dimensions. (The dot product instruction of AVX512-bf16 has half the throughput of
 // multiply-add on Intel's cores, and widening instructions occupy the one port for shuffles.)
 template <>
 struct Steps<Bf16> {
@@ -173,8 +173,8 @@ inline float reduce_max(F32 v) {
 #endif
 }
 
-// Sums of many vectors at once, transposed: one tree of additions instead of a reduction for each, which would take four
-// times more instructions. First four at a time: within each quarter of 128 bits the sums of a, b, c and d.
+// Sums of many vectors at once, transposed: one tree of additions instead of a reduction for each, which would take
+// four times more instructions. First four at a time: within each quarter of 128 bits the sums of a, b, c and d.
 inline F32 sum_four(F32 a, F32 b, F32 c, F32 d) {
 #if defined(__AVX512F__)
   const auto pairs = [](F32 x, F32 y) {

@@ -10,8 +10,8 @@ constexpr int kValueVectors = kLanes == 16 ? 4 : 2;  // of a row at a time: with
 // acc[g][...] += sum over tokens of weights[g][token] * values[token][...], for kCount steps of dimensions. `rest`:
 // dimensions of the last step if it is not whole (then kCount is 1), else 0.
 template <int kQueries, int kCount, class T>
-void add_steps(const T* values, int width, int num_tokens, int rest, const float* weights, int weight_stride, float* acc,
-               int acc_stride, Prefetcher& prefetcher, int lines) {
+void add_steps(const T* values, int width, int num_tokens, int rest, const float* weights, int weight_stride,
+               float* acc, int acc_stride, Prefetcher& prefetcher, int lines) {
   constexpr int kVectors = Steps<T>::kVectors;
   F32 sums[kQueries][kCount * kVectors];
   for (int g = 0; g < kQueries; ++g) {
@@ -41,8 +41,8 @@ void add_steps(const T* values, int width, int num_tokens, int rest, const float
   }
 }
 
-// All dimensions of up to kMaxQueries queries. Accumulators hold whole steps, in the order of Steps<T>::place. With every
-// row that is read `lines` more cache lines are prefetched.
+// All dimensions of up to kMaxQueries queries. Accumulators hold whole steps, in the order of Steps<T>::place. With
+// every row that is read `lines` more cache lines are prefetched.
 template <int kQueries, class T>
 void add_values(const T* values, int width, int num_tokens, const float* weights, int weight_stride, float* acc,
                 int acc_stride, Prefetcher& prefetcher, int lines) {
