@@ -83,7 +83,8 @@ class Engine:
         )
         kernels.require_sizes(
             budget_blocks=config.sparse_budget_blocks or 0, max_blocks=self.layout.max_blocks_per_seq,
-            num_selected=self.layout.selection_blocks, num_slots=self.layout.max_grant_slots if self.layout.tiered else 0,
+            num_selected=self.layout.selection_blocks,
+            num_slots=self.layout.max_grant_slots if self.layout.tiered else 0,
         )  # fmt: skip
         self.tokenizer = Tokenizer(
             source.tokenizer_json,
