@@ -48,7 +48,10 @@ def libraries() -> list[Extension]:
     if headers is None or os.name != "posix":
         print("cpu_kernels: no native kernels without jaxlib's headers on a POSIX system; plain XLA will serve")
         return []
-    names = VARIANTS if platform.machine().lower() in ("x86_64", "amd64") else ["plain"]
+    names = list(VARIANTS) if platform.machine().lower() in ("x86_64", "amd64") else ["plain"]
+    wanted = os.environ.get("SPARSESERVE_CPU_VARIANTS")
+    if wanted:  # fewer, to build faster
+        names = [name for name in names if name in wanted.split(",")]
     return [
         Extension(
             f"cpu_kernels.{name}",

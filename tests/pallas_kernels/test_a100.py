@@ -232,14 +232,15 @@ def nbytes(arrays) -> int:
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiers", ["tiered", "unified"])
 @pytest.mark.parametrize(
-    "model",
+    ("model", "tiers"),
     [
-        pytest.param(llama(3), id="llama-3-8b, 3 layers"),
-        pytest.param(lwm(3), id="lwm-7b, 3 layers"),
-        pytest.param(llama(32), id="llama-3-8b", marks=pytest.mark.slow),
-        pytest.param(lwm(32), id="lwm-7b", marks=pytest.mark.slow),
+        pytest.param(llama(3), "tiered", id="llama-3-8b, 3 layers, tiered"),
+        pytest.param(llama(3), "unified", id="llama-3-8b, 3 layers, unified"),
+        pytest.param(lwm(3), "tiered", id="lwm-7b, 3 layers, tiered"),
+        pytest.param(llama(32), "tiered", id="llama-3-8b, tiered", marks=pytest.mark.slow),
+        pytest.param(lwm(32), "tiered", id="lwm-7b, tiered", marks=pytest.mark.slow),
+        pytest.param(lwm(32), "unified", id="lwm-7b, unified", marks=pytest.mark.slow),
     ],
 )
 def test_the_decode_step_of_a_whole_model(model: ModelConfig, tiers: str) -> None:
