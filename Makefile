@@ -37,7 +37,7 @@ A100_PYTHON := JAX_PLATFORMS=cpu LLVM_DISABLE_SYMBOLIZATION=1 $(A100_BIN)/python
 setup: $(STAMP) $(A100_STAMP)
 
 # PyTorch comes first, so that the extras find it in place. The model's package is a data file for us: no dependencies.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard cpu_kernels/src/*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
