@@ -1,7 +1,7 @@
 """Compiles cpu_kernels/src into one plain shared library for each instruction set; all else is in pyproject.toml.
 
 The libraries are optional: without a C++ compiler, or where one of them does not compile, the install goes on, and
-`cpu_kernels.library` says what is missing. They are no Python modules: XLA calls them through its FFI.
+`cpu_kernels.loader` says what is missing. They are no Python modules: XLA calls them through its FFI.
 """
 
 from __future__ import annotations

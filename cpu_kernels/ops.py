@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from cpu_kernels.library import target
+from cpu_kernels.loader import target
 from host_offload.memory import as_host_array
-
-_DIGEST_METHODS = {"cuboid-mean": 0, "quest": 1, "mean": 2}  # DigestMethod in src/digest.h
+from pallas_kernels.support import DIGEST_METHODS, check_digest_method
 
 
 def append_blocks(
@@ -47,13 +46,12 @@ def append_tokens(
 
 
 def _append(name: str, pool: Array, digests: Array | None, *arrays: Array, method: str) -> tuple[Array, Array | None]:
-    if method not in _DIGEST_METHODS:
-        raise NotImplementedError(f"block digest {method!r}; supported: {', '.join(_DIGEST_METHODS)}")
+    check_digest_method(method)
     _, num_kv_heads, _, _, head_dim = pool.shape
     rows = jnp.zeros((0, num_kv_heads, 2, head_dim), jnp.float32) if digests is None else digests
     new_pool, new_digests = jax.ffi.ffi_call(
         target(name), (_like(pool), _like(rows)), input_output_aliases={0: 0, 1: 1}
-    )(pool, rows, *map(_ints, arrays), method=np.int32(_DIGEST_METHODS[method]))  # fmt: skip
+    )(pool, rows, *map(_ints, arrays), method=np.int32(DIGEST_METHODS.index(method)))  # fmt: skip
     return new_pool, None if digests is None else new_digests
 
 

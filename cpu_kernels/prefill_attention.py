@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from cpu_kernels.library import target
+from cpu_kernels.loader import target
 
 
 def prefill_attention(

@@ -151,9 +151,9 @@ def _pallas(interpret: bool) -> Kernels:
 @functools.cache
 def _cpu() -> Kernels:
     # Imported here: loads and registers a shared library.
-    from cpu_kernels import library, ops, prefill_attention
+    from cpu_kernels import loader, ops, prefill_attention
 
-    variant = library.in_force().variant
+    variant = loader.in_force().variant
     return Kernels(
         name="cpu",
         variant=variant,
@@ -179,9 +179,9 @@ def _by_platform(platform: str) -> str:
     """What "auto" means: native kernels where they are, else plain XLA."""
     if platform == "gpu":
         return "pallas"
-    from cpu_kernels import library
+    from cpu_kernels import loader
 
-    return "cpu" if platform == "cpu" and library.is_there() else "reference"
+    return "cpu" if platform == "cpu" and loader.is_there() else "reference"
 
 
 def get_kernels(implementation: str, platform: str) -> Kernels:

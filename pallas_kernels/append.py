@@ -23,12 +23,11 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.reference import NEG_INF
 from pallas_kernels.storage import from_storage, to_storage
-from pallas_kernels.support import check_supported
+from pallas_kernels.support import check_digest_method, check_supported
 from pallas_kernels.triton import IN_PLACE, kernel_call, load, read, store
 
 K, V = np.int32(0), np.int32(1)
 """Typed, because loads and stores in interpret mode do not take Python integers as indices."""
-METHODS = ("cuboid-mean", "quest", "mean")
 KEYS_PER_THREAD = 32
 """Elements of the key tile that one thread holds, in float32: few enough that a block of 64 x 256 does not spill (107
 of 255 registers), and many enough that a reduction over the block stays mostly within threads and warps."""
@@ -102,8 +101,8 @@ def append_blocks(
 
 def _check(operation: str, pool: Array, digests: Array | None, method: str) -> None:
     check_supported(operation, head_dim=pool.shape[4], block_size=pool.shape[3], dtype=pool.dtype)
-    if digests is not None and method not in METHODS:
-        raise NotImplementedError(f"block digest {method!r}; supported: {', '.join(METHODS)}")
+    if digests is not None:
+        check_digest_method(method)
 
 
 def _call(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.storage import from_storage, to_storage
+from pallas_kernels.support import check_digest_method
 
 NEG_INF = -1e30
 """Finite, so that a fully masked row gives zeros instead of NaN."""
@@ -117,6 +118,7 @@ def block_digests(
     cuboid-mean (ArkVale): centre c, radius mean |k - c|; quest: centre c, radius (mx - mn) / 2; mean: mean key, 0.
     A block's score is q . centre + |q| . radius, which is Quest's sum of per-channel maxima for a box.
     """
+    check_digest_method(method)
     k = k.astype(jnp.float32)
     valid = (jnp.arange(k.shape[2])[None, :] < num_valid[:, None])[:, None, :, None]
     count = jnp.maximum(num_valid, 1).astype(jnp.float32)[:, None, None]
@@ -129,10 +131,8 @@ def block_digests(
         centre = (mx + mn) / 2
         if method == "quest":
             radius = (mx - mn) / 2
-        elif method == "cuboid-mean":
-            radius = jnp.where(valid, jnp.abs(k - centre[:, :, None]), 0.0).sum(2) / count
         else:
-            raise NotImplementedError(f"block digest {method!r}; supported: cuboid-mean, quest, mean")
+            radius = jnp.where(valid, jnp.abs(k - centre[:, :, None]), 0.0).sum(2) / count
     digests = jnp.stack([centre, radius], axis=2)
     return jnp.where((num_valid > 0)[:, None, None, None], digests, 0.0)
 

@@ -9,6 +9,18 @@ BLOCK_SIZES = (16, 32, 64)
 MAX_GROUP = 64
 """Query heads of one KV head."""
 DTYPES = ("bfloat16", "float32")
+DIGEST_METHODS = ("cuboid-mean", "quest", "mean")
+"""In the order of `DigestMethod` in cpu_kernels/src/digest.h."""
+
+
+def check_digest_method(method: str) -> None:
+    """Refuses a block digest that no implementation has; see `reference.block_digests` for those there are.
+
+    Raises:
+        NotImplementedError: names the value and what is supported.
+    """
+    if method not in DIGEST_METHODS:
+        raise NotImplementedError(f"block digest {method!r}; supported: {', '.join(DIGEST_METHODS)}")
 
 
 def check_supported(operation: str, *, head_dim: int, block_size: int, dtype: jnp.dtype, group: int = 1) -> None:

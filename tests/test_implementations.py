@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cpu_kernels import library
+from cpu_kernels import loader
 from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams, serve
 from tests.tiny_model import random_prompt, write_sharp_model
 
@@ -34,7 +34,7 @@ def expected(model):
     return run(model, implementation="reference")
 
 
-@pytest.mark.skipif(not library.is_there(), reason="no native kernels were built for this CPU")
+@pytest.mark.skipif(not loader.is_there(), reason="no native kernels were built for this CPU")
 @pytest.mark.parametrize("changes", [{}, TIERED], ids=["unified", "tiered"])
 def test_native_kernels_serve_the_same_tokens(model, expected, changes):
     outputs = run(model, implementation="cpu", **changes)
@@ -68,7 +68,7 @@ def test_what_is_in_force_is_said(model):
     assert any("kernels: pallas, interpreted" in line for line in engine.info.lines())
     engine = Engine(model, dataclasses.replace(BASE, implementation="reference"))
     assert any(line.endswith("kernels: reference") for line in engine.info.lines())
-    expected = f"kernels: cpu ({library.describe()})" if library.is_there() else "kernels: reference"
+    expected = f"kernels: cpu ({loader.describe()})" if loader.is_there() else "kernels: reference"
     assert any(line.endswith(expected) for line in Engine(model, BASE).info.lines())
 
 

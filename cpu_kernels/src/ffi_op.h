@@ -14,7 +14,7 @@ namespace ffi = xla::ffi;
 using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Exports the handler `symbol` (the name that library.py registers) of `function`; everything else is hidden, so that
+// Exports the handler `symbol` (the name that loader.py registers) of `function`; everything else is hidden, so that
 // several libraries in one process never share code that was compiled for different instruction sets.
 #define SPARSESERVE_FFI_HANDLER(symbol, function, ...)                                        \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \

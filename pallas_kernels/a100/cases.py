@@ -20,12 +20,11 @@ import numpy as np
 from host_offload.memory import PINNED_HOST, abstract
 from pallas_kernels.api import Kernels, get_kernels
 from pallas_kernels.reference import PREFILL_TILE
+from pallas_kernels.support import BLOCK_SIZES, DTYPES
 from pallas_kernels.triton import Traffic, TrafficMeter
 
-BLOCK_SIZES = (16, 32, 64)
 HEAD_DIMS = (64, 128, 256)
 GROUPS = (1, 3, 4, 7, 8)
-DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpu_kernels import library
+from cpu_kernels import loader
 from cpu_kernels.prefill_attention import prefill_attention
 from pallas_kernels.storage import storage_dtype
 from tests.pallas_kernels import oracle
 
-BUILT = library.available()
+BUILT = loader.available()
 if not BUILT:
     pytest.skip("no native library is built (`pip install -e .` with a C++17 compiler)", allow_module_level=True)
 
@@ -62,7 +62,7 @@ class Case:
                 tiles[:, (row + offset) // TILE] = table, start + offset, min(TILE, count - offset)
         kind = jnp.dtype(dtype)
         pool = self.pool.astype(kind).view(storage_dtype(kind, "cpu"))
-        with mock.patch.object(library, "in_force", functools.partial(library.load, engine[0])):
+        with mock.patch.object(loader, "in_force", functools.partial(loader.load, engine[0])):
             function = jitted(engine, scale or self.scale)
             return np.asarray(function(self.q.astype(kind), pool, self.block_tables, *tiles, self.tile_mask))
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from cpu_kernels import library, ops
+from cpu_kernels import loader, ops
 from tests.host_offload.test_transfers import (
     NUM_BLOCKS,
     NUM_HEADS,
@@ -15,7 +15,7 @@ from tests.host_offload.test_transfers import (
     run_in_place,
 )
 
-if not library.is_there():
+if not loader.is_there():
     pytest.skip("no native kernels were built for this CPU", allow_module_level=True)
 
 all_dtypes = pytest.mark.parametrize("dtype", ["uint16", "float32"])

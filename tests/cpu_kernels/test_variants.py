@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cpu_kernels import library, ops
+from cpu_kernels import loader, ops
 from pallas_kernels import reference
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.test_conformance import (
@@ -23,7 +23,7 @@ from tests.pallas_kernels.test_conformance import (
     stored,
 )
 
-BUILT = library.available()
+BUILT = loader.available()
 if not BUILT:
     pytest.skip("no native kernels were built for this CPU", allow_module_level=True)
 
@@ -42,7 +42,7 @@ all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.fixture(params=BUILT, autouse=True)
 def variant(request, monkeypatch):
     """The library that `ops` calls in a test."""
-    monkeypatch.setattr(library, "in_force", lambda: library.load(request.param))
+    monkeypatch.setattr(loader, "in_force", lambda: loader.load(request.param))
     return request.param
 
 
@@ -52,7 +52,7 @@ def call(op, *arrays, **fixed):
 
 
 def test_a_library_has_its_own_operations(variant):
-    assert library.target("decode_attention") == f"sparseserve_decode_attention_{variant}"
+    assert loader.target("decode_attention") == f"sparseserve_decode_attention_{variant}"
 
 
 @all_dtypes

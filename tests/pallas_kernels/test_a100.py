@@ -131,18 +131,18 @@ def test_decode_attention_does_not_read_what_does_not_count(skipped: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("head_dim", "group", "bound"),
     [
-        cases.score_blocks(num_seqs=1),
-        cases.score_blocks(num_seqs=1, group=1),
-        cases.score_blocks(num_seqs=1, head_dim=256),
+        (128, 1, 1.05), (128, 4, 1.05), (256, 4, 1.05),
+        # Raw scores, 4 bytes a query head, against small digests: docs/kernels.md.
+        (128, 8, 1.08), (64, 3, 1.07), (64, 8, 1.15),
     ],
-    ids=lambda case: case.shape,
-)
-def test_scoring_moves_the_digests_and_little_else(case: Case) -> None:
+)  # fmt: skip
+def test_scoring_moves_the_digests_and_little_else(head_dim: int, group: int, bound: float) -> None:
+    case = cases.score_blocks(num_seqs=1, head_dim=head_dim, group=group)
     digests = case.arrays[1][1:].nbytes
     moved = bytes_of(case)
-    assert moved["score_blocks"] <= 1.05 * digests
+    assert digests * 0.99 <= moved["score_blocks"] <= bound * digests
 
 
 @pytest.mark.parametrize("case", list(cases.transfers()), ids=lambda case: f"{case.operation} {case.shape}")

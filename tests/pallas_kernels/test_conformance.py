@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpu_kernels import library
+from cpu_kernels import loader
 from pallas_kernels.api import get_kernels
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import from_storage, storage_dtype, to_storage
@@ -24,7 +24,7 @@ from tests.pallas_kernels import oracle
 
 PLATFORM = jax.default_backend()
 NO_LIBRARY = pytest.mark.skipif(
-    PLATFORM != "cpu" or not library.is_there(), reason="no native kernels here (see cpu_kernels/library.py)"
+    PLATFORM != "cpu" or not loader.is_there(), reason="no native kernels here (see cpu_kernels/loader.py)"
 )
 IMPLEMENTATIONS = ("reference", "pallas", pytest.param("cpu", marks=NO_LIBRARY))
 INTERPRET = PLATFORM == "cpu"
@@ -141,8 +141,8 @@ def test_says_where_it_runs(record_property):
 
 
 def test_the_dispatch_table_names_what_it_has():
-    assert get_kernels("auto", "cpu").name == ("cpu" if library.is_there() else "reference")
-    for name in ("reference", "pallas", *(["cpu"] if library.is_there() else [])):
+    assert get_kernels("auto", "cpu").name == ("cpu" if loader.is_there() else "reference")
+    for name in ("reference", "pallas", *(["cpu"] if loader.is_there() else [])):
         assert get_kernels(name, PLATFORM).name == name
     with pytest.raises(NotImplementedError, match=r"kernel implementation 'cuda'; available: .*reference"):
         get_kernels("cuda", PLATFORM)

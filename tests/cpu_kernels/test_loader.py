@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cpu_kernels import library, ops
+from cpu_kernels import loader, ops
 from pallas_kernels import reference
 from pallas_kernels.api import get_kernels
 
-needs_library = pytest.mark.skipif(not library.available(), reason="no native kernels were built for this CPU")
+needs_library = pytest.mark.skipif(not loader.available(), reason="no native kernels were built for this CPU")
 
 
 @pytest.fixture
@@ -16,51 +16,51 @@ def forced(monkeypatch):
     """Sets the variable as if the process had begun with it."""
 
     def force(value):
-        monkeypatch.setenv(library.VARIABLE, value)
-        library.in_force.cache_clear()
+        monkeypatch.setenv(loader.VARIABLE, value)
+        loader.in_force.cache_clear()
 
     yield force
-    library.in_force.cache_clear()
+    loader.in_force.cache_clear()
 
 
 def test_off_means_plain_xla(forced):
     forced("off")
-    assert not library.is_there()
+    assert not loader.is_there()
     assert get_kernels("auto", "cpu").name == "reference"
-    assert library.describe() == "none: native CPU kernels are switched off by SPARSESERVE_CPU_KERNELS=off; unset it"
+    assert loader.describe() == "none: native CPU kernels are switched off by SPARSESERVE_CPU_KERNELS=off; unset it"
 
 
 def test_an_unknown_variant_is_refused_by_name(forced):
     forced("neon")
     with pytest.raises(ValueError, match=r"SPARSESERVE_CPU_KERNELS='neon' must be one of avx512bf16, .*, off"):
-        library.in_force()
+        loader.in_force()
 
 
 def test_without_a_library_the_remedy_is_named(forced, monkeypatch, tmp_path):
     forced("")
-    monkeypatch.setattr(library, "_path", lambda variant: tmp_path / variant)
-    assert library.available() == ()
+    monkeypatch.setattr(loader, "_path", lambda variant: tmp_path / variant)
+    assert loader.available() == ()
     assert get_kernels("auto", "cpu").name == "reference"
     with pytest.raises(NotImplementedError, match=r"no native CPU kernels in .*; install a C\+\+17 compiler and run"):
-        library.in_force()
+        loader.in_force()
     with pytest.raises(NotImplementedError, match="was not built; install"):
-        library.load.__wrapped__("avx2")
+        loader.load.__wrapped__("avx2")
 
 
 @needs_library
 def test_the_best_variant_serves_unless_one_is_forced(forced):
     forced("")
-    assert library.in_force().variant == library.available()[0]
-    for variant in library.available():
+    assert loader.in_force().variant == loader.available()[0]
+    for variant in loader.available():
         forced(variant)
-        assert library.describe() == variant
+        assert loader.describe() == variant
 
 
 @needs_library
 def test_a_variant_that_the_cpu_cannot_run_is_refused(monkeypatch):
-    monkeypatch.setattr(library, "_can_run", lambda shared: False)
+    monkeypatch.setattr(loader, "_can_run", lambda shared: False)
     with pytest.raises(NotImplementedError, match="this CPU lacks instructions that the variant"):
-        library.load.__wrapped__(library.VARIANTS[-1])
+        loader.load.__wrapped__(loader.VARIANTS[-1])
 
 
 def test_native_kernels_are_for_cpus():
