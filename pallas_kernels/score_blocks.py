@@ -17,7 +17,8 @@ neighbouring memory. Tiles past a sequence's end load nothing.
 
 Bytes from device memory: at head_dim 128 and bfloat16 the digest of a (block, head) is 512, raw scores are 4 for each
 query head of the group, the block table and queries are read once: 1.035x the digests at group 4, 1.07x at group 8 or
-at head_dim 64. What programs ask for is more, 1.07x at group 4: each reads its queries again, from L2. The second
+at head_dim 64. By the meter, which takes one KV head: 1.04x at group 4, 1.08x at group 8,
+1.15x at group 8 and head_dim 64 (bounds in tests/pallas_kernels/test_a100.py). The second
 kernel reads the raw scores back (from L2 as a rule: they are 1 MiB at batch 8, 32 query heads, 1,024 blocks) and writes
 4 for each (block, KV head). It is a kernel of ours because XLA makes three or four of it.
 """
