@@ -1,4 +1,8 @@
-"""`Engine`: requests in, outputs out. One `step()` = schedule, execute, process."""
+"""`Engine`: requests in, outputs out. One `step()` = schedule, hand to the device, process what the last step gave.
+
+The host is one step ahead: tokens of a step are looked at while the device already works on the next. So a request that
+ends by what it says (EOS, a stop string) decodes once more, into KV that is its own; nobody sees that token.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from sparseserve_jax.info import EngineInfo, describe_engine
 from sparseserve_jax.models.rope import max_supported_len
 from sparseserve_jax.models.weights import load_params
 from sparseserve_jax.output import OutputProcessor
-from sparseserve_jax.plan import StepPlan, StepResult
+from sparseserve_jax.plan import DecodeStats, StepPlan, StepResult
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
-from sparseserve_jax.runner.model_runner import ModelRunner, RunnerResult
+from sparseserve_jax.runner.model_runner import ModelRunner, RunnerResult, RunningStep
 from sparseserve_jax.runner.sequences import Sequence as RunnerSequence
 from sparseserve_jax.sampling.seeds import derive_seed
 from sparseserve_jax.scheduler.request_state import SchedulerRequest
@@ -112,6 +116,7 @@ class Engine:
         self._children: dict[str, list[str]] = {}  # by request
         self._ended: list[RequestOutput] = []  # to be reported by the next step: aborted, or passed over by a stream
         self._num_requests = 0
+        self._running: RunningStep | None = None  # dispatched, not looked at yet
         self._failure: Exception | None = None
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -146,7 +151,9 @@ class Engine:
         yield from self.runner.warm_up()
 
     def step(self) -> list[RequestOutput]:
-        """One iteration: decode and prefill work of one plan. Returns a snapshot of every request that got a token.
+        """One iteration: hands decode and prefill work of one plan to the device and takes in the tokens of the last one.
+
+        Returns a snapshot of every request that got a token. The first step of all gives none.
 
         Raises:
             RuntimeError: a step failed on the device (now, or before: its KV was given away, so nothing can go on).
@@ -155,22 +162,31 @@ class Engine:
             raise RuntimeError("an earlier step failed, and its KV is lost; make a new Engine") from self._failure
         plan = self.scheduler.schedule(self._clock())
         outputs, self._ended = self._ended, []
-        if plan.is_empty:
+        if plan.is_empty and self._running is None:
             assert outputs or not self._processors, "requests are waiting, but the scheduler has no work for them"
             return outputs
+        try:
+            outputs += self._advance(plan)
+        except Exception as error:
+            self._failure = error
+            raise
+        if not self._processors:
+            self._release()
+        return outputs
+
+    def _advance(self, plan: StepPlan) -> list[RequestOutput]:
+        """Dispatches the plan; between its decode step and its prefill work, tokens of the step before come out."""
         started = self._clock()
         for segment in plan.prefill:
             for item in segment.items:
                 self._processors[item.request_id].note_started(started)
-        try:
-            result = self.runner.execute(plan)
-        except Exception as error:
-            self._failure = error
-            raise
-        grown = self._process(plan, result)
-        if not self._processors:
-            self._release()
-        return outputs + grown
+        before, self._running = self._running, None if plan.is_empty else self.runner.begin(plan)
+        outputs, stats = ([], {}) if before is None else self._process(before.plan, before.fetch())
+        if self._running is not None:
+            self.runner.run_prefill(self._running)
+            sampled = (*plan.decode, *plan.completes_prefill)
+            self.scheduler.update(plan, StepResult(step=plan.step, sampled=sampled, stats=stats))
+        return outputs
 
     # --- the whole way -----------------------------------------------------------------------------------------------
 
@@ -305,33 +321,32 @@ class Engine:
             number += 1
         return f"request-{number}"
 
-    def _process(self, plan: StepPlan, result: RunnerResult) -> list[RequestOutput]:
-        """Gives tokens and figures to the processors, tells the scheduler, and takes snapshots."""
+    def _process(self, plan: StepPlan, result: RunnerResult) -> tuple[list[RequestOutput], dict[str, DecodeStats]]:
+        """Gives tokens and figures to the processors, ends requests, takes snapshots; requests aborted since are gone."""
         now = self._clock()
         for child in plan.parks:
             if child in self._processors:
                 self._processors[child].metrics.num_parks += 1
         self._note_figures(result)
-        finished, grown = [], []
+        grown = []
         for child, token in result.tokens.items():
-            processor = self._processors[child]
+            processor = self._processors.get(child)
+            if processor is None:
+                continue
             if token.ok:
                 processor.append(token.token_id, token.logprobs, now)
             else:
                 processor.fail("the model's logits are not finite for this request")
             if processor.is_finished:
-                finished.append(child)
+                self.scheduler.abort(child)  # unless it knows: the number of tokens
+                self._forget(child)
             grown.append(processor.take_output())
-        self.scheduler.update(
-            plan,
-            StepResult(step=plan.step, sampled=tuple(result.tokens), finished=tuple(finished), stats=result.stats),
-        )
-        for child in finished:
-            self._forget(child)
-        return grown
+        return grown, result.stats
 
     def _note_figures(self, result: RunnerResult) -> None:
         for child, stats in result.stats.items():
+            if child not in self._processors:
+                continue
             metrics = self._processors[child].metrics
             metrics.blocks_selected += stats.blocks_selected
             metrics.blocks_hit += stats.blocks_hit
@@ -339,7 +354,8 @@ class Engine:
             metrics.working_set_blocks = stats.working_set_blocks
             metrics.working_set_slots = stats.working_set_slots
         for child, selected in result.selected.items():
-            self._processors[child].metrics.selected_block_ids.append(selected)
+            if child in self._processors:
+                self._processors[child].metrics.selected_block_ids.append(selected)
         for child, num_bytes in result.bytes_loaded.items():
             if child in self._processors:
                 self._processors[child].metrics.bytes_loaded += num_bytes
@@ -354,7 +370,8 @@ class Engine:
             self._children.pop(processor.request_id, None)
 
     def _release(self) -> None:
-        """Nobody is left: lets the runner forget the last ones, too."""
+        """Nobody is left: lets the runner forget the last ones, too, and what they would still have got."""
+        self._running = None
         plan = self.scheduler.schedule(self._clock())
         if not plan.is_empty:
             self.runner.execute(plan)

@@ -99,8 +99,8 @@ class StepResult:
 
     step: int
     sampled: tuple[str, ...]
-    """Requests that got a token in this step (decode and completed prefill)."""
+    """Requests that got a token in this step (decode and completed prefill), or will when the device is done."""
     finished: tuple[str, ...] = ()
-    """Those of `sampled` that end with this token (stop, length); decided by the engine, not by the scheduler."""
+    """Those of `sampled` known to end with this token for another reason than its number."""
     stats: dict[str, DecodeStats] = dataclasses.field(default_factory=dict)
-    """By request id, for those in `plan.decode`; empty in dense mode."""
+    """By request id, of this step or (the engine plans a step ahead) of an earlier one; empty in dense mode."""

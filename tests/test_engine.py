@@ -308,7 +308,7 @@ def test_a_step_that_fails_on_the_device_says_why_and_the_engine_says_so_later(m
     def fail(plan: object) -> None:
         raise MemoryError("out of device memory")
 
-    monkeypatch.setattr(engine.runner, "execute", fail)
+    monkeypatch.setattr(engine.runner, "begin", fail)
     with pytest.raises(MemoryError, match="out of device memory"):
         engine.generate([Request(prompt=[1, 2, 3], sampling=GREEDY)])
     with pytest.raises(RuntimeError, match=r"an earlier step failed.*make a new Engine") as error:

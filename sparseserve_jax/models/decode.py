@@ -25,7 +25,7 @@ class DecodeInputs:
     """One row a sequence; padding rows have position -1, the tables' last row and null blocks.
 
     Attributes:
-        token_ids: the newest token, whose K and V are not in the cache yet.
+        newest_tokens: by row of the per-sequence tables the newest token, whose K and V are not in the cache yet.
         positions: its position.
         rows: row in the per-sequence tables.
         block_tables: block ids of the tier that holds the whole sequence.
@@ -33,7 +33,7 @@ class DecodeInputs:
         dense_tables: blocks in the dense layers' device pools (tiered; else zero-width).
     """
 
-    token_ids: Int[Array, "num_seqs"]
+    newest_tokens: Int[Array, "num_rows"]
     positions: Int[Array, "num_seqs"]
     rows: Int[Array, "num_seqs"]
     block_tables: Int[Array, "num_seqs max_blocks"]
@@ -72,7 +72,7 @@ def decode_step(
         host_pools: per layer, pinned host memory (tiered); empty when unified. Read, never written.
     """
     config, layout = spec.model, spec.layout
-    hidden = embed(params, inputs.token_ids)
+    hidden = embed(params, inputs.newest_tokens[inputs.rows])
     cos, sin = rope_cos_sin(jnp.maximum(inputs.positions, 0), *rope_frequencies(config))
     layers = _split(state, layout.num_dense_layers)
     stats = jnp.zeros((hidden.shape[0], 5), jnp.int32)

@@ -75,8 +75,9 @@ class AbstractRunner:
         layout = self.layout
         widths = buckets.table_buckets(layout.max_blocks_per_seq, deterministic=self.config.deterministic)
         width = buckets.bucket_for(layout.blocks_for(context_tokens), widths)
-        zeros = np.zeros(num_seqs, np.int32)
-        inputs = self._tables.decode_inputs(zeros, zeros, np.full_like(zeros, self._tables.padding_row), width)
+        inputs = self._tables.decode_tables(np.full(num_seqs, self._tables.padding_row, np.int32), width)
+        inputs["positions"] = np.zeros(num_seqs, np.int32)
+        inputs["newest_tokens"] = np.zeros(layout.max_num_seqs + 1, np.int32)
         args = (self.params, self.state, self.host_pools, DecodeInputs(**abstract(inputs)))
         return Program(function=decode_step, args=args, kwargs={"spec": self.spec})
 

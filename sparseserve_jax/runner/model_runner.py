@@ -1,4 +1,8 @@
-"""`ModelRunner`: owns parameters and KV of both tiers and carries out plans, one after the other."""
+"""`ModelRunner`: owns parameters and KV of both tiers and carries out plans, one after the other.
+
+A plan's device work is only dispatched; what it gave is fetched later, when the next plan's decode step is already on
+its way. So the device has work while the host handles tokens and plans.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from sparseserve_jax.request import SamplingParams
 from sparseserve_jax.runner import buckets, transfers
 from sparseserve_jax.runner.prefill_calls import OpenCall
 from sparseserve_jax.runner.sequences import Sequence, SequenceTables
-from sparseserve_jax.runner.token_sampler import SampledToken, TokenSampler
+from sparseserve_jax.runner.token_sampler import PendingTokens, SampledToken, TokenSampler
 
 _embed = jax.jit(embed)
 
@@ -49,6 +53,45 @@ class RunnerResult:
     selected: dict[str, np.ndarray]
     bytes_loaded: dict[str, int]
     bytes_saved: dict[str, int]
+
+
+@dataclasses.dataclass
+class RunningStep:
+    """A plan that the device may still be working on.
+
+    Attributes:
+        decoded: batches of the decode step with what it gave.
+        pending: tokens that are being sampled.
+        loaded / saved: bytes by request id that the host knows of (what decode steps load, only the device knows).
+    """
+
+    plan: StepPlan
+    layout: KVLayout
+    decoded: list[tuple[list[Sequence], DecodeOutputs]] = dataclasses.field(default_factory=list)
+    pending: list[PendingTokens] = dataclasses.field(default_factory=list)
+    loaded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    saved: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def fetch(self) -> RunnerResult:
+        """Waits for the step and reads what it gave. Once only."""
+        tokens: dict[str, SampledToken] = {}
+        for part in self.pending:
+            tokens.update(part.fetch())
+        stats: dict[str, DecodeStats] = {}
+        selected: dict[str, np.ndarray] = {}
+        for sequences, outputs in self.decoded if self.layout.num_sparse_layers else ():
+            chosen = None if outputs.selected is None else np.asarray(outputs.selected)
+            for index, (sequence, row) in enumerate(zip(sequences, np.asarray(outputs.stats).tolist(), strict=False)):
+                stats[sequence.request_id] = DecodeStats(
+                    blocks_selected=row[0], blocks_hit=row[1], blocks_loaded=row[2],
+                    working_set_blocks=row[3], working_set_slots=row[4],
+                )  # fmt: skip
+                self.loaded[sequence.request_id] += row[2] * self.layout.piece_bytes
+                if chosen is not None:
+                    selected[sequence.request_id] = chosen[:, index]
+        return RunnerResult(
+            tokens=tokens, stats=stats, selected=selected, bytes_loaded=dict(self.loaded), bytes_saved=dict(self.saved)
+        )
 
 
 class ModelRunner:
@@ -86,8 +129,9 @@ class ModelRunner:
         self._token_buckets = buckets.prefill_token_buckets(config.max_num_batched_tokens)
         self._copy_buckets = buckets.copy_buckets(layout.max_blocks_per_seq)
         self._sampler = TokenSampler(model.vocab_size, model.eos_token_ids, layout.max_num_seqs, device)
-        self._loaded: collections.Counter[str] = collections.Counter()
+        self._loaded: collections.Counter[str] = collections.Counter()  # of the step that is being dispatched
         self._saved: collections.Counter[str] = collections.Counter()
+        self._decode_tables: tuple[object, dict[str, Array]] = (None, {})  # of the last batch, and what it depends on
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +170,7 @@ class ModelRunner:
             yield f"decode {num_seqs} x {width} blocks"
             padding = np.zeros(num_seqs, np.int32)
             rows = np.full(num_seqs, self._tables.padding_row, np.int32)
-            self._warm_up_sampler(self._run_decode(padding, padding - 1, rows, width).logits)
+            self._warm_up_sampler(self._run_decode(padding - 1, rows, width).logits)
         layers = sorted({0, self.layout.num_layers - 1})  # a dense and a sparse one, where there are both
         for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
             yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
@@ -146,7 +190,7 @@ class ModelRunner:
         greedy = SamplingParams(temperature=0.0)
         everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0)
         for params in (greedy, everything):
-            sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=0)
+            sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=self._tables.padding_row)
             self._sampler.sample([sequence], logits).fetch()
 
     def _warm_up_transfers(self) -> None:
@@ -162,9 +206,15 @@ class ModelRunner:
     # --- one plan ----------------------------------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> RunnerResult:
-        """Carries out a plan in the order of its fields and samples."""
-        self._loaded.clear()
-        self._saved.clear()
+        """Carries out a plan in the order of its fields and waits for what it gives."""
+        step = self.begin(plan)
+        self.run_prefill(step)
+        return step.fetch()
+
+    def begin(self, plan: StepPlan) -> RunningStep:
+        """Dispatches a plan up to its decode step. Its prefill work (`run_prefill`) must follow before the next plan."""
+        step = RunningStep(plan, self.layout)
+        self._loaded, self._saved = step.loaded, step.saved
         for request_id in plan.finished:
             self._finish(request_id)
         self._park(plan.parks)
@@ -172,24 +222,16 @@ class ModelRunner:
             self._admit(admission)
         for grant in plan.grants:
             self._grant(grant)
-        pending = []
-        decoded = self._decode([self._sequences[request_id] for request_id in plan.decode])
-        for sequences, outputs in decoded:
-            pending.append(self._sampler.sample(sequences, outputs.logits))
-        for segment in plan.prefill:
+        step.decoded = self._decode([self._sequences[request_id] for request_id in plan.decode])
+        step.pending = [self._sampler.sample(sequences, outputs.logits) for sequences, outputs in step.decoded]
+        return step
+
+    def run_prefill(self, step: RunningStep) -> None:
+        """Dispatches the plan's prefill work and the sampling of first tokens."""
+        for segment in step.plan.prefill:
             ended = self._prefill(segment)
             if ended is not None:
-                pending.append(self._sampler.sample(*ended))
-        tokens: dict[str, SampledToken] = {}
-        for part in pending:
-            tokens.update(part.fetch())
-        for request_id, token in tokens.items():
-            self._sequences[request_id].note_token(token.token_id)
-        stats, selected = self._read_stats(decoded)
-        return RunnerResult(
-            tokens=tokens, stats=stats, selected=selected,
-            bytes_loaded=dict(self._loaded), bytes_saved=dict(self._saved),
-        )  # fmt: skip
+                step.pending.append(self._sampler.sample(*ended))
 
     def _finish(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
@@ -308,35 +350,20 @@ class ModelRunner:
         num_seqs = buckets.bucket_for(len(sequences), self._seq_buckets)
         width = buckets.bucket_for(-(-longest // self.layout.block_size), self._table_buckets)
         rows = np.full(num_seqs, self._tables.padding_row, np.int32)
-        tokens, positions = np.zeros(num_seqs, np.int32), np.full(num_seqs, -1, np.int32)
+        positions = np.full(num_seqs, -1, np.int32)
         for index, s in enumerate(sequences):
-            assert s.last_token is not None, "decoding begins when prefill has sampled a token"
-            rows[index], tokens[index], positions[index] = s.row, s.last_token, s.num_computed
-        return self._run_decode(tokens, positions, rows, width)
+            assert s.num_generated, "decoding begins when prefill has sampled a token"
+            rows[index], positions[index] = s.row, s.num_computed
+        return self._run_decode(positions, rows, width)
 
-    def _run_decode(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
-        inputs = DecodeInputs(**to_device(self._tables.decode_inputs(tokens, positions, rows, width)))
+    def _run_decode(self, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
+        key = (rows.tobytes(), width, self._tables.version)
+        if key != self._decode_tables[0]:  # the same batch as before, as a rule
+            self._decode_tables = (key, to_device(self._tables.decode_tables(rows, width)))
+        tokens = self._sampler.newest_tokens
+        inputs = DecodeInputs(newest_tokens=tokens, positions=to_device(positions), **self._decode_tables[1])
         self._state, outputs = decode_step(self.params, self._state, self._host_pools, inputs, spec=self.spec)
         return outputs
-
-    def _read_stats(
-        self, decoded: list[tuple[list[Sequence], DecodeOutputs]]
-    ) -> tuple[dict[str, DecodeStats], dict[str, np.ndarray]]:
-        stats: dict[str, DecodeStats] = {}
-        selected: dict[str, np.ndarray] = {}
-        if not self.layout.num_sparse_layers:
-            return stats, selected
-        for sequences, outputs in decoded:
-            chosen = None if outputs.selected is None else np.asarray(outputs.selected)
-            for index, (sequence, row) in enumerate(zip(sequences, np.asarray(outputs.stats).tolist(), strict=False)):
-                stats[sequence.request_id] = DecodeStats(
-                    blocks_selected=row[0], blocks_hit=row[1], blocks_loaded=row[2],
-                    working_set_blocks=row[3], working_set_slots=row[4],
-                )  # fmt: skip
-                self._loaded[sequence.request_id] += row[2] * self.layout.piece_bytes
-                if chosen is not None:
-                    selected[sequence.request_id] = chosen[:, index]
-        return stats, selected
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ class Sequence:
     """One admitted continuation.
 
     Attributes:
-        num_computed: tokens whose K and V are in the cache.
-        last_token: sampled, but not computed yet; None until prefill is complete.
-        num_generated: tokens sampled so far.
+        num_computed: tokens whose K and V are in the cache, or will be when the device is through with what it was given.
+        num_generated: tokens sampled so far, likewise. The newest is on the device (`TokenSampler.newest_tokens`).
         has_grant: it holds device slots or dense blocks (tiered).
     """
 
@@ -29,22 +28,21 @@ class Sequence:
     row: int = -1
     block_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     num_computed: int = 0
-    last_token: int | None = None
     num_generated: int = 0
     has_grant: bool = False
 
-    def note_token(self, token_id: int) -> None:
-        """A token was sampled; its K and V are computed by the next decode step."""
-        self.last_token = token_id
-        self.num_generated += 1
-
 
 class SequenceTables:
-    """Block, slot and dense tables by row; the last row is all null and serves padding."""
+    """Block, slot and dense tables by row; the last row is all null and serves padding.
+
+    Attributes:
+        version: changes whenever a table does.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         rows = layout.max_num_seqs + 1
         self.padding_row = layout.max_num_seqs
+        self.version = 0
         self.blocks = np.zeros((rows, layout.max_blocks_per_seq), np.int32)
         self.slots = np.zeros((rows, layout.max_grant_slots if layout.tiered else 0), np.int32)
         self.num_slots = np.zeros(rows, np.int32)
@@ -58,27 +56,28 @@ class SequenceTables:
     def grant(self, row: int, grant: Grant) -> None:
         """A row gets its device room."""
         self.withdraw(row)
+        self.version += 1
         self.slots[row, : len(grant.slot_ids)] = grant.slot_ids
         self.num_slots[row] = len(grant.slot_ids)
         self.dense[row, : len(grant.dense_block_ids)] = grant.dense_block_ids
 
     def withdraw(self, row: int) -> None:
         """A row loses its device room."""
+        self.version += 1
         self.slots[row] = 0
         self.num_slots[row] = 0
         self.dense[row] = 0
 
     def clear(self, row: int) -> None:
         """A row is forgotten."""
+        self.version += 1
         self.blocks[row] = 0
         self.withdraw(row)
 
-    def decode_inputs(
-        self, token_ids: np.ndarray, positions: np.ndarray, rows: np.ndarray, width: int
-    ) -> dict[str, np.ndarray]:
-        """Fields of `DecodeInputs` for a step with block tables of `width` blocks."""
+    def decode_tables(self, rows: np.ndarray, width: int) -> dict[str, np.ndarray]:
+        """Fields of `DecodeInputs` that stay the same while the batch does; block tables of `width` blocks."""
         return {
-            "token_ids": token_ids, "positions": positions, "rows": rows,
+            "rows": rows,
             "block_tables": self.blocks[rows, :width], "dense_tables": self.dense[rows, :width],
             "slot_tables": self.slots[rows], "num_slots": self.num_slots[rows],
         }  # fmt: skip

@@ -1,12 +1,14 @@
-"""Joins sequences and the device sampler: builds batches, keeps penalty counts, fetches tokens late."""
+"""Joins sequences and the device sampler: builds batches, keeps penalty counts and newest tokens, fetches tokens late."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from host_offload.memory import commit
 from sparseserve_jax.request import TokenLogprob
@@ -53,15 +55,23 @@ class PendingTokens:
 
 
 class TokenSampler:
-    """Samples one token for each of some sequences from a (padded) batch of logits."""
+    """Samples one token for each of some sequences from a (padded) batch of logits.
+
+    Attributes:
+        newest_tokens: `[max_num_seqs + 1]`, on the device: each row's newest token, which the next decode step takes from
+            there, so that it can be dispatched before the host has seen the token.
+    """
+
+    newest_tokens: Int[Array, "num_rows"]
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], max_num_seqs: int, device: jax.Device) -> None:
         self._vocab_size, self._eos, self._num_rows = vocab_size, eos_token_ids, max_num_seqs
         self._device = device
+        self.newest_tokens = commit(jnp.zeros(max_num_seqs + 1, jnp.int32), device)
         self._penalties: PenaltyState | None = None
 
     def sample(self, sequences: list[Sequence], logits: Array) -> PendingTokens:
-        """Dispatches sampling; rows of `logits` past the sequences are padding."""
+        """Dispatches sampling and counts the token of each sequence; rows of `logits` past the sequences are padding."""
         penalised = [s for s in sequences if uses_penalties(s.sampling)]
         for sequence in penalised:
             if sequence.num_generated == 0:
@@ -78,6 +88,11 @@ class TokenSampler:
                 if uses_penalties(s.sampling):
                     table_rows[index] = s.row
             self._penalties = add_tokens(self._penalties, table_rows, sampled.token_ids)
+        table_rows = np.full(num_seqs, self._num_rows, np.int32)
+        table_rows[: len(sequences)] = [s.row for s in sequences]
+        self.newest_tokens = _note_tokens(self.newest_tokens, table_rows, sampled.token_ids)
+        for sequence in sequences:
+            sequence.num_generated += 1
         return PendingTokens(list(sequences), sampled)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -85,3 +100,10 @@ class TokenSampler:
             self._penalties = commit(allocate_penalty_state(self._num_rows, self._vocab_size), self._device)
         counts = count_tokens(sequence.prompt_token_ids, (), self._vocab_size)
         self._penalties = set_row(self._penalties, np.int32(sequence.row), *counts)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _note_tokens(
+    newest_tokens: Int[Array, "num_rows"], rows: Int[Array | np.ndarray, "num_seqs"], token_ids: Int[Array, "num_seqs"]
+) -> Int[Array, "num_rows"]:
+    return newest_tokens.at[rows].set(token_ids)

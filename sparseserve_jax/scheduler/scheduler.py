@@ -155,9 +155,12 @@ class Scheduler:
         if missing:
             raise ValueError(f"result of step {result.step} has no token for {missing}; abort requests that failed")
         self._owed = None
+        for request_id, stats in result.stats.items():
+            if request_id in self._live:
+                self._working_sets.observe(request_id, stats.working_set_slots)
         finished = set(result.finished)
         for request_id in expected:
-            self._take_token(self._live[request_id], result, is_last=request_id in finished)
+            self._take_token(self._live[request_id], is_last=request_id in finished)
 
     def has_unfinished(self) -> bool:
         """Whether a request is live, or one has ended of which the runner was not told yet."""
@@ -250,13 +253,10 @@ class Scheduler:
             dense_blocks=context_blocks if self._layout.num_dense_layers else 0,
         )
 
-    def _take_token(self, request: SchedulerRequest, result: StepResult, *, is_last: bool) -> None:
+    def _take_token(self, request: SchedulerRequest, *, is_last: bool) -> None:
         request.num_generated += 1
         if request.state is RequestState.PREFILL:
             request.state = RequestState.PARKED if self._layout.tiered else RequestState.RUNNING
-        stats = result.stats.get(request.request_id)
-        if stats is not None:
-            self._working_sets.observe(request.request_id, stats.working_set_slots)
         if is_last or request.num_generated >= request.max_new_tokens:
             self._end(request)
 
