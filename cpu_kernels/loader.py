@@ -34,6 +34,7 @@ TARGETS = (
     ("flash_h2d", "SparseServeFlashH2D"),
     ("copy_blocks", "SparseServeCopyBlocks"),
     ("save_pieces", "SparseServeSavePieces"),
+    ("zeros", "SparseServeZeros"),
 )
 
 

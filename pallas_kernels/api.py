@@ -36,6 +36,8 @@ class Kernels:
     load_blocks: Callable[..., Array]
     save_blocks: Callable[..., Array]
     save_pieces: Callable[..., Array]
+    zeros: Callable[..., Array]
+    """(shape, dtype) -> an array to hold KV blocks."""
     interpreted: bool = False
     """Run by Pallas' interpreter, not compiled: right everywhere, and slow."""
     variant: str = ""
@@ -112,6 +114,7 @@ _REFERENCE = Kernels(
     load_blocks=flash_h2d.load_blocks,
     save_blocks=flash_d2h.save_blocks,
     save_pieces=flash_d2h.save_pieces,
+    zeros=jnp.zeros,
 )
 
 
@@ -145,6 +148,7 @@ def _pallas(interpret: bool) -> Kernels:
         load_blocks=fixed(flash_h2d.load_blocks),
         save_blocks=fixed(flash_d2h.save_blocks),
         save_pieces=fixed(flash_d2h.save_pieces),
+        zeros=jnp.zeros,
     )
 
 
@@ -169,6 +173,7 @@ def _cpu() -> Kernels:
         load_blocks=ops.load_blocks,
         save_blocks=ops.save_blocks,
         save_pieces=ops.save_pieces,
+        zeros=ops.zeros,
     )
 
 

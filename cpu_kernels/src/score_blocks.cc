@@ -15,7 +15,7 @@
 namespace sparseserve {
 namespace {
 
-constexpr int64_t kChunk = 256;  // blocks: 64 KiB of digests at head_dim 64
+constexpr int64_t kChunk = 128;  // blocks: 32 KiB of digests at head_dim 64
 constexpr float kInfinity = __builtin_inff();
 constexpr int kAhead = 2;  // groups of kLanes digests that are prefetched
 

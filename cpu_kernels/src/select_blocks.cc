@@ -11,7 +11,7 @@
 namespace sparseserve {
 namespace {
 
-constexpr int64_t kGrain = 4;  // rows
+constexpr int64_t kGrain = 4096;  // ranks that one thread takes at least: waking another costs as much as this many
 
 int32_t key_of(float rank) {
   int32_t bits;
@@ -72,7 +72,7 @@ ffi::Error select_blocks(ffi::ThreadPool threads, Floats ranks, ffi::Result<Ints
                         dim(*selected, 1) == dim(ranks, 1),
                     "ranks are [num_seqs, num_select_heads, max_blocks]");
   const int64_t n = dim(ranks, 2), num_selected = dim(*selected, 2);
-  parallel_for(threads, dim(ranks, 0) * dim(ranks, 1), kGrain, [&](int64_t row) {
+  parallel_for(threads, dim(ranks, 0) * dim(ranks, 1), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n)), [&](int64_t row) {
     select_row(ranks.typed_data() + row * n, n, num_selected, selected->typed_data() + row * num_selected);
   });
   return ffi::Error::Success();

@@ -139,6 +139,10 @@ class ModelRunner:
         """Makes a request known before a plan admits it."""
         self._sequences[sequence.request_id] = sequence
 
+    def force_token(self, request_id: str, token_id: int) -> None:
+        """Replaces a request's newest token, which its next decode step takes in (teacher forcing)."""
+        self._sampler.force_token(self._sequences[request_id], token_id)
+
     def device_kv_bytes(self) -> int:
         """Bytes of the device KV arrays that exist now (pools, digests, staging), read off the arrays."""
         arrays = [*self._state.pools, *self._state.digests]
