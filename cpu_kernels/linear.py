@@ -40,6 +40,4 @@ def linear(
     none = jnp.zeros((0,), jnp.float32)
     optional = (none if a is None else a.astype(jnp.float32) for a in (scales, bias, residual))
     out = jax.ShapeDtypeStruct(shape, dtype if gated else jnp.float32)
-    return jax.ffi.ffi_call(target("linear"), out)(
-        x.astype(dtype), weight, *optional, gated=gated, allow_amx=amx
-    )
+    return jax.ffi.ffi_call(target("linear"), out)(x.astype(dtype), weight, *optional, gated=gated, allow_amx=amx)

@@ -73,7 +73,9 @@ def check_arguments(weight: Array, *, scales: Array | None, residual: Array | No
         ValueError: names them.
     """
     if (weight.dtype == jnp.int8) != (scales is not None):
-        raise ValueError(f"linear: weights of {weight.dtype} with scales {scales}; int8 weights have scales, others none")
+        raise ValueError(
+            f"linear: weights of {weight.dtype} with scales {scales}; int8 weights have scales, others none"
+        )
     if gated and (residual is not None or weight.shape[0] % 2):
         raise ValueError(
             f"linear: a gated weight {weight.shape} is [gate; up], two of equal size, and takes no residual"
