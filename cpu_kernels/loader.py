@@ -35,6 +35,7 @@ TARGETS = (
     ("copy_blocks", "SparseServeCopyBlocks"),
     ("save_pieces", "SparseServeSavePieces"),
     ("zeros", "SparseServeZeros"),
+    ("linear", "SparseServeLinear"),
 )
 
 
@@ -43,6 +44,8 @@ class Library:
     """A loaded library; its operations are registered with XLA under names of its own."""
 
     variant: str
+    has_amx: bool = False
+    """AMX is used where it helps: in this library, on this CPU, and allowed by the operating system."""
 
     def target(self, name: str) -> str:
         """XLA's name for the operation `name` of this library."""
@@ -66,7 +69,7 @@ def load(variant: str) -> Library:
     shared = _open(variant)
     if not _can_run(shared):
         raise NotImplementedError(f"this CPU lacks instructions that the variant {variant!r} uses; unset {VARIABLE}")
-    library = Library(variant)
+    library = Library(variant, has_amx=bool(shared.sparseserve_has_amx()))
     for name, symbol in TARGETS:
         handler = jax.ffi.pycapsule(getattr(shared, symbol))
         jax.ffi.register_ffi_target(library.target(name), handler, platform="cpu")

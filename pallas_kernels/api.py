@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from host_offload import flash_d2h, flash_h2d
-from pallas_kernels import reference
+from pallas_kernels import linear, reference
 from pallas_kernels.support import check_supported
 
 
@@ -38,6 +38,7 @@ class Kernels:
     save_pieces: Callable[..., Array]
     zeros: Callable[..., Array]
     """(shape, dtype) -> an array to hold KV blocks."""
+    linear: Callable[..., Array]
     interpreted: bool = False
     """Run by Pallas' interpreter, not compiled: right everywhere, and slow."""
     variant: str = ""
@@ -49,17 +50,26 @@ class Kernels:
             return f"{self.name}, interpreted (slow: for tests)"
         return f"{self.name} ({self.variant})" if self.variant else self.name
 
-    def require(self, *, head_dim: int, block_size: int, dtype: str, group: int, tiered: bool, platform: str) -> None:
+    def require(
+        self, *, head_dim: int, block_size: int, dtype: str, group: int, tiered: bool, platform: str,
+        weight_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         """Refuses a model or a configuration that these kernels cannot serve, before anything is loaded.
 
         Args:
             group: query heads of one KV head.
             tiered: KV lies in pinned host memory.
+            weight_dtype: of weight matrices, if not `dtype`.
 
         Raises:
             NotImplementedError: names the value, what is supported and the remedy.
         """
         if self.name == "pallas":
+            if weight_dtype is not None:
+                raise NotImplementedError(
+                    f"implementation='pallas' has no products with weight_dtype={weight_dtype!r}; supported: None "
+                    "(weights in dtype), or implementation='cpu' or 'reference' on a CPU"
+                )
             for operation in ("decode_attention", "prefill_attention"):
                 check_supported(
                     operation, head_dim=head_dim, block_size=block_size, dtype=jnp.dtype(dtype), group=group
@@ -115,6 +125,7 @@ _REFERENCE = Kernels(
     save_blocks=flash_d2h.save_blocks,
     save_pieces=flash_d2h.save_pieces,
     zeros=jnp.zeros,
+    linear=linear.linear,
 )
 
 
@@ -149,13 +160,14 @@ def _pallas(interpret: bool) -> Kernels:
         save_blocks=fixed(flash_d2h.save_blocks),
         save_pieces=fixed(flash_d2h.save_pieces),
         zeros=jnp.zeros,
+        linear=linear.linear,
     )
 
 
 @functools.cache
 def _cpu() -> Kernels:
     # Imported here: loads and registers a shared library.
-    from cpu_kernels import loader, ops, prefill_attention
+    from cpu_kernels import linear, loader, ops, prefill_attention
 
     variant = loader.in_force().variant
     return Kernels(
@@ -174,6 +186,7 @@ def _cpu() -> Kernels:
         save_blocks=ops.save_blocks,
         save_pieces=ops.save_pieces,
         zeros=ops.zeros,
+        linear=linear.linear,
     )
 
 

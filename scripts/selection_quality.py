@@ -123,7 +123,7 @@ def _layer(
         asked = num_tokens - NUM_QUERIES + jnp.arange(NUM_QUERIES)
         return out, _quality(config, kernels, q[asked], pool, asked, budgets, scale)
 
-    return run_layer(config, "float32", layer_params, hidden, cos, sin, attend)
+    return run_layer(config, "float32", layer_params, hidden, cos, sin, attend, kernels=kernels)
 
 
 def _quality(

@@ -10,6 +10,7 @@ MAX_NUM_SEQS = 4096
 SELECTION_METHODS = ("cuboid-mean", "quest", "mean")
 
 DType = Literal["bfloat16", "float32"]
+WeightDType = Literal["int8"]
 SelectionMethod = Literal["cuboid-mean", "quest", "mean"]
 SelectionGranularity = Literal["kv_head", "query_head"]
 KVTiers = Literal["unified", "tiered"]
@@ -24,6 +25,8 @@ class EngineConfig:
 
     Attributes:
         dtype: dtype of weights, activations and KV; accumulation is float32 in both.
+        weight_dtype: "int8" = weight matrices as int8 with a scale for each row, multiplied as bfloat16 (not with
+            dtype "float32", and not on a GPU); None = as `dtype` says.
         block_size: tokens of one KV block (one layer, one KV head, K and V together).
         sparse_budget_tokens: tokens a decode step may attend to per layer and head; None = dense.
             A multiple of `block_size`. A context no longer than this is attended to densely.
@@ -54,6 +57,7 @@ class EngineConfig:
     """
 
     dtype: DType = "bfloat16"
+    weight_dtype: WeightDType | None = None
     block_size: int = 32
     sparse_budget_tokens: int | None = 2048
     selection: SelectionMethod = "cuboid-mean"
@@ -81,6 +85,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        if self.weight_dtype is not None:
+            _one_of("weight_dtype", self.weight_dtype, ("int8",))
+            if self.dtype == "float32":
+                raise ValueError(
+                    f"weight_dtype={self.weight_dtype!r} needs dtype='bfloat16', which its products are computed in; "
+                    "use weight_dtype=None with dtype='float32'"
+                )
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("selection", self.selection, SELECTION_METHODS)
         _one_of("selection_granularity", self.selection_granularity, ("kv_head", "query_head"))

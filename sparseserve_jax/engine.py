@@ -76,6 +76,7 @@ class Engine:
         kernels.require(
             head_dim=source.config.head_dim, block_size=config.block_size, dtype=config.dtype,
             group=source.config.group_size, tiered=config.kv_tiers == "tiered", platform=device.platform,
+            weight_dtype=config.weight_dtype,
         )  # fmt: skip
         free_device, free_host = physical_memory_bytes(device)
         self.layout = plan_layout(
@@ -98,7 +99,7 @@ class Engine:
         )
         self._template_source, self._special = source.chat_template, source.special
         self._template: ChatTemplate | None = None
-        params = load_params(source.config, source.tensor, config.dtype)
+        params = load_params(source.config, source.tensor, config.dtype, config.weight_dtype)
         self.runner = ModelRunner(params, source.config, config, self.layout, kernels, device)
         self.scheduler = Scheduler(config, self.layout)
         self.info: EngineInfo = describe_engine(

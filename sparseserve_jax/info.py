@@ -42,7 +42,7 @@ class EngineInfo:
         c, kv, m = self.config, self.layout, self.model_config
         return [
             f"model          {self.model}: {m.num_layers} layers, {m.num_q_heads} query / {m.num_kv_heads} KV heads, "
-            f"head_dim {m.head_dim}, {self.weight_bytes / 2**20:.0f} MiB of weights in {c.dtype}",
+            f"head_dim {m.head_dim}, {self.weight_bytes / 2**20:.0f} MiB of weights in {c.weight_dtype or c.dtype}",
             f"backend        {self.platform} ({self.device}), jax {self.jax_version}, kernels: {self.implementation}",
             f"limits         max_model_len {kv.max_model_len} tokens, max_num_seqs {kv.max_num_seqs}",
             f"attention      {self._attention()}",

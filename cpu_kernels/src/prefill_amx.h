@@ -6,22 +6,13 @@
 // looks only some hundred instructions ahead.
 #pragma once
 
-#include <cpuid.h>
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <vector>
 
+#include "amx.h"
 #include "prefill_panels.h"
 #include "prefill_prompt.h"
 
 namespace sparseserve::prefill {
-
-#define SPARSESERVE_TILES __attribute__((target("amx-tile,amx-bf16")))
-
-// GCC's tile loads do not say that they read memory.
-#define SPARSESERVE_MEMORY_BARRIER() __asm__ volatile("" ::: "memory")
 
 // How one worker attends. Layouts of packed memory, in pairs (uint32_t): keys `[token][head_dim / 2]` as they are in the
 // pool; values `[32 tokens][head_dim][16 pairs of tokens]`, transposed.
@@ -30,11 +21,8 @@ class Amx {
   using Element = uint32_t;
   static constexpr int kPerElement = 2;
 
-  // This processor has AMX, the operating system lets us use it, and head_dim is whole tiles.
-  static bool supports(int head_dim) {
-    static const bool available = has_amx() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-    return available && head_dim % 32 == 0;
-  }
+  // AMX may be used, and head_dim is whole tiles.
+  static bool supports(int head_dim) { return amx::available() && head_dim % 32 == 0; }
 
   static int64_t scratch(int head_dim) { return kChunkKeys * head_dim + 2 * (kScores + kWeights) + 32 * head_dim; }
 
@@ -63,7 +51,7 @@ class Amx {
     jobs_.clear();
     for (int p = 0; p < num_panels; ++p) add_jobs(panels[p], chunk);
     if (jobs_.empty()) return;
-    configure();
+    amx::configure();
     const size_t n = jobs_.size();
     for (int i = 0; i < num_score_parts(jobs_[0]); ++i) score_part(jobs_[0], 0, i);
     for (size_t j = 0; j < n; ++j) {
@@ -74,7 +62,6 @@ class Amx {
   }
 
  private:
-  static constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static constexpr int kLanesOfJob = 32;
   static constexpr int kScores = kStepKeys * kLanesOfJob, kWeights = kScores / 2;
 
@@ -86,22 +73,6 @@ class Amx {
     int keys;   // a multiple of 32
     int key, query;  // positions of the first of each
   };
-
-  static bool has_amx() {
-    unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return (d >> 22 & 1) && (d >> 24 & 1);  // amx-bf16, amx-tile
-  }
-
-  SPARSESERVE_TILES static void configure() {
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
-    SPARSESERVE_MEMORY_BARRIER();
-  }
 
   void add_jobs(const Panel& panel, int chunk) {
     const int end = std::min(chunk + kChunkKeys, panel.last() + 1);

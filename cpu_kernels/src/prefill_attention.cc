@@ -6,13 +6,13 @@
 
 #include <vector>
 
+#include "amx.h"
 #include "ffi_op.h"
 #include "parallel.h"
 #include "prefill_panels.h"
 #include "prefill_prompt.h"
 #include "prefill_vectors.h"
-#if defined(__AVX512BF16__) && defined(__linux__)
-#define SPARSESERVE_AMX 1
+#if defined(SPARSESERVE_AMX)
 #include "prefill_amx.h"
 #endif
 

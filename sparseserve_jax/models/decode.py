@@ -83,13 +83,15 @@ def decode_step(
             attend = functools.partial(_attend_dense, spec, inputs, layer)
         else:
             attend = functools.partial(_attend_sparse, spec, inputs, layer, host_pool)
-        hidden, extra = run_layer(config, spec.dtype, params["layers"][index], hidden, cos, sin, attend)
+        hidden, extra = run_layer(
+            config, spec.dtype, params["layers"][index], hidden, cos, sin, attend, kernels=spec.kernels
+        )
         if extra is not None:
             layer_stats, selected = extra
             sums = stats[:, :4] + layer_stats[:, :4]
             stats = jnp.concatenate([sums, jnp.maximum(stats[:, 4:], layer_stats[:, 4:])], axis=1)
             recorded.append(selected)
-    logits = unembed(config, params, hidden)
+    logits = unembed(config, params, hidden, kernels=spec.kernels)
     selected = jnp.stack(recorded) if spec.record_selection and recorded else None
     return _join(layers), DecodeOutputs(logits=logits, stats=stats, selected=selected)
 

@@ -1,12 +1,14 @@
 """The Llama architecture as Flax modules, one decoder layer at a time.
 
 Attention itself is a function handed in (`attend`): prefill and decode differ only there. Weights are stored in the
-compute dtype, residual and sums are float32. Parameter names follow Hugging Face; q/k/v and gate/up are fused.
+compute dtype, or as int8 with a scale for each row; residual and sums are float32. Parameter names follow Hugging Face;
+q/k/v and gate/up are fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import flax.linen as nn
@@ -14,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.api import Kernels
+from pallas_kernels.linear import linear
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.rope import apply_rope
 
@@ -22,18 +26,6 @@ MLP_TOKENS = 4096
 32,768 tokens of Llama-3-8B), and this many keep every matrix product at full speed."""
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q, k, v), each `[num_tokens, heads, head_dim]` -> (output `[num_tokens, num_q_heads, head_dim]`, anything)."""
-
-
-def matmul(x: Float[Array, "*rows in_features"], weight: Float[Array, "out_features in_features"]) -> Array:
-    """x @ weight.T in the weight's dtype with float32 sums; float32 weights at full precision.
-
-    `[out, in]`, as checkpoints have it: XLA's CPU backend runs small batches 1.6x faster this way round.
-    """
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(
-        x.astype(weight.dtype), weight, dims, precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 class RMSNorm(nn.Module):
@@ -50,20 +42,30 @@ class RMSNorm(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear map with a weight `[out, in]`, computed in the weight's dtype with float32 sums."""
+    """A linear map with a weight `[out, in]` and, if that is int8, a scale for each of its rows.
+
+    `linear` is the operation of `pallas_kernels.linear`, in one of its implementations.
+    """
 
     features: int
     use_bias: bool
-    dtype: jnp.dtype
+    weight_dtype: jnp.dtype
+    linear: Callable[..., Array]
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*rows in_features"]) -> Float[Array, "*rows out_features"]:
-        """x @ weight.T + bias in float32."""
-        shape = (self.features, x.shape[-1])
-        out = matmul(x, self.param("weight", nn.initializers.lecun_normal(in_axis=1, out_axis=0), shape, self.dtype))
-        if self.use_bias:
-            out = out + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        return out
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens in_features"],
+        residual: Float[Array, "num_tokens out_features"] | None = None,
+        gated: bool = False,
+    ) -> Float[Array, "num_tokens features"]:
+        """residual + x @ weight.T + bias in float32; if `gated`, silu of its first half times the second."""
+        quantized = self.weight_dtype == jnp.int8
+        init = nn.initializers.zeros if quantized else nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+        weight = self.param("weight", init, (self.features, x.shape[-1]), self.weight_dtype)
+        scales = self.param("scale", nn.initializers.ones, (self.features,), jnp.float32) if quantized else None
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
+        return self.linear(x, weight, scales=scales, bias=bias, residual=residual, gated=gated)
 
 
 class DecoderLayer(nn.Module):
@@ -71,6 +73,8 @@ class DecoderLayer(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    weight_dtype: jnp.dtype
+    linear: Callable[..., Array]
 
     @nn.compact
     def __call__(
@@ -82,26 +86,25 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "num_tokens hidden"], Any]:
         """The layer's output (float32) and whatever `attend` returned besides."""
         c = self.config
+        project = functools.partial(Projection, weight_dtype=self.weight_dtype, linear=self.linear)
         num_tokens = hidden.shape[0]
         x = RMSNorm(c.rms_norm_eps, name="input_layernorm")(hidden)
         width = (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim
-        qkv = Projection(width, c.attention_bias, self.dtype, name="qkv_proj")(x)
+        qkv = project(width, c.attention_bias, name="qkv_proj")(x)
         qkv = qkv.reshape(num_tokens, -1, c.head_dim)
         q, k, v = jnp.split(qkv, (c.num_q_heads, c.num_q_heads + c.num_kv_heads), axis=1)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         out, extra = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
         out = out.reshape(num_tokens, c.num_q_heads * c.head_dim)
-        hidden = hidden + Projection(c.hidden_size, c.attention_bias, self.dtype, name="o_proj")(out)
+        hidden = project(c.hidden_size, c.attention_bias, name="o_proj")(out, residual=hidden)
         x = RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(hidden)
-        gate_up = Projection(2 * c.intermediate_size, c.mlp_bias, self.dtype, name="gate_up_proj")
-        down = Projection(c.hidden_size, c.mlp_bias, self.dtype, name="down_proj")
+        gate_up = project(2 * c.intermediate_size, c.mlp_bias, name="gate_up_proj")
+        down = project(c.hidden_size, c.mlp_bias, name="down_proj")
 
-        def mlp(x: Array) -> Array:
-            gate, up = jnp.split(gate_up(x), 2, axis=-1)
-            return down(jax.nn.silu(gate) * up)
-
-        parts = [mlp(x[start : start + MLP_TOKENS]) for start in range(0, num_tokens, MLP_TOKENS)]
-        return hidden + (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), extra
+        if num_tokens <= MLP_TOKENS:
+            return down(gate_up(x, gated=True), residual=hidden), extra
+        parts = [x[start : start + MLP_TOKENS] for start in range(0, num_tokens, MLP_TOKENS)]
+        return hidden + jnp.concatenate([down(gate_up(part, gated=True)) for part in parts]), extra
 
 
 def run_layer(
@@ -112,36 +115,49 @@ def run_layer(
     cos: Float[Array, "num_tokens head_dim"],
     sin: Float[Array, "num_tokens head_dim"],
     attend: Attend,
+    *,
+    kernels: Kernels,
 ) -> tuple[Float[Array, "num_tokens hidden"], Any]:
     """One `DecoderLayer` with explicit parameters: its output and whatever `attend` returned besides."""
-    layer = DecoderLayer(config, jnp.dtype(dtype))
+    layer = DecoderLayer(config, jnp.dtype(dtype), layer_params["qkv_proj"]["weight"].dtype, kernels.linear)
     return cast(tuple[Array, Any], layer.apply({"params": layer_params}, hidden, cos, sin, attend))
 
 
 def embed(params: Any, token_ids: Int[Array, "num_tokens"]) -> Float[Array, "num_tokens hidden"]:
     """Token embeddings in float32 (the residual's dtype)."""
-    return jnp.take(params["embed_tokens"], token_ids, axis=0, mode="clip").astype(jnp.float32)
+    weight, scales = _matrix(params["embed_tokens"])
+    rows = jnp.take(weight, token_ids, axis=0, mode="clip").astype(jnp.float32)
+    return rows if scales is None else rows * jnp.take(scales, token_ids, mode="clip")[:, None]
 
 
 def unembed(
-    config: ModelConfig, params: Any, hidden: Float[Array, "num_tokens hidden"]
+    config: ModelConfig, params: Any, hidden: Float[Array, "num_tokens hidden"], *, kernels: Kernels
 ) -> Float[Array, "num_tokens vocab"]:
     """Final norm and logits in float32."""
     x = cast(Array, RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
-    return matmul(x, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
+    weight, scales = _matrix(params["embed_tokens" if config.tie_word_embeddings else "lm_head"])
+    return kernels.linear(x, weight, scales=scales)
 
 
-def abstract_params(config: ModelConfig, dtype: str) -> Any:
+def _matrix(param: Any) -> tuple[Array, Array | None]:
+    """A matrix and the scales of its rows: int8 ones are a pair, others an array."""
+    return (param["weight"], param["scale"]) if isinstance(param, Mapping) else (param, None)
+
+
+def abstract_params(config: ModelConfig, dtype: str, weight_dtype: str | None = None) -> Any:
     """Shapes and dtypes of a model's parameters, as `weights.load_params` would load them; allocates nothing."""
     tokens = jax.ShapeDtypeStruct((1, config.hidden_size), jnp.float32)
     angles = jax.ShapeDtypeStruct((1, config.head_dim), jnp.float32)
-    layer = DecoderLayer(config, jnp.dtype(dtype))
+    stored = jnp.dtype(weight_dtype or dtype)
+    layer = DecoderLayer(config, jnp.dtype(dtype), stored, linear)
 
     def init(hidden: Array, cos: Array, sin: Array) -> Any:
         return layer.init(jax.random.key(0), hidden, cos, sin, lambda q, k, v: (q, None))["params"]
 
     layer_params = jax.eval_shape(init, tokens, angles, angles)
-    matrix = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.dtype(dtype))
+    matrix: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), stored)
+    if stored == jnp.int8:
+        matrix = {"weight": matrix, "scale": jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)}
     params = {
         "embed_tokens": matrix,
         "layers": [layer_params] * config.num_layers,

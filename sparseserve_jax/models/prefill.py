@@ -85,7 +85,9 @@ def prefill_layer(
         )  # fmt: skip
         return out, (new_pool, new_digests, stored)
 
-    hidden, (pool, digests, blocks) = run_layer(config, spec.dtype, layer_params, hidden, cos, sin, attend)
+    hidden, (pool, digests, blocks) = run_layer(
+        config, spec.dtype, layer_params, hidden, cos, sin, attend, kernels=kernels
+    )
     return hidden, pool, digests, blocks
 
 
@@ -94,4 +96,4 @@ def prefill_logits(
     params: Any, hidden: Float[Array, "num_tokens hidden"], last: Int[Array, "num_prompts"], *, spec: StepSpec
 ) -> Float[Array, "num_prompts vocab"]:
     """Logits of the prompts' last tokens, whose rows of the call are `last`."""
-    return unembed(spec.model, params, jnp.take(hidden, last, axis=0, mode="clip"))
+    return unembed(spec.model, params, jnp.take(hidden, last, axis=0, mode="clip"), kernels=spec.kernels)

@@ -8,32 +8,44 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.linear import quantize_rows
 from sparseserve_jax.models.config import ModelConfig
 
 
-def load_params(config: ModelConfig, tensor: Callable[[str], np.ndarray], dtype: str) -> Any:
+def load_params(
+    config: ModelConfig, tensor: Callable[[str], np.ndarray], dtype: str, weight_dtype: str | None = None
+) -> Any:
     """Parameters as a pytree: `embed_tokens`, `layers` (a list, one dict a layer), `norm`, `lm_head` unless tied.
 
     Args:
         tensor: reads one tensor by its Hugging Face name, e.g. `model.layers.0.mlp.up_proj.weight` `[out, in]`.
         dtype: of matrices; norms and biases are float32.
+        weight_dtype: "int8" = matrices are int8 with a float32 scale for each row (`{"weight", "scale"}`), symmetric.
     """
+    quantized = weight_dtype == "int8"
+
+    def embedding(name: str) -> Any:
+        matrix = _matrix(tensor(name), dtype, quantized=quantized)
+        return matrix if quantized else matrix["weight"]
+
     params = {
-        "embed_tokens": _matrix(tensor("model.embed_tokens.weight"), dtype),
-        "layers": [_layer(config, tensor, index, dtype) for index in range(config.num_layers)],
+        "embed_tokens": embedding("model.embed_tokens.weight"),
+        "layers": [_layer(config, tensor, index, dtype, quantized=quantized) for index in range(config.num_layers)],
         "norm": {"scale": _vector(tensor("model.norm.weight"))},
     }
     if not config.tie_word_embeddings:
-        params["lm_head"] = _matrix(tensor("lm_head.weight"), dtype)
+        params["lm_head"] = embedding("lm_head.weight")
     return params
 
 
-def _layer(config: ModelConfig, tensor: Callable[[str], np.ndarray], index: int, dtype: str) -> dict[str, Any]:
+def _layer(
+    config: ModelConfig, tensor: Callable[[str], np.ndarray], index: int, dtype: str, *, quantized: bool
+) -> dict[str, Any]:
     prefix = f"model.layers.{index}"
 
     def projection(*names: str, bias: bool) -> dict[str, Any]:
         weight = np.concatenate([np.asarray(tensor(f"{prefix}.{name}.weight"), np.float32) for name in names])
-        out = {"weight": _matrix(weight, dtype)}
+        out = _matrix(weight, dtype, quantized=quantized)
         if bias:
             out["bias"] = _vector(
                 np.concatenate([np.asarray(tensor(f"{prefix}.{name}.bias"), np.float32) for name in names])
@@ -51,8 +63,11 @@ def _layer(config: ModelConfig, tensor: Callable[[str], np.ndarray], index: int,
     }
 
 
-def _matrix(values: np.ndarray, dtype: str) -> Any:
-    return jnp.array(values, jnp.dtype(dtype))
+def _matrix(values: np.ndarray, dtype: str, *, quantized: bool) -> dict[str, Any]:
+    if not quantized:
+        return {"weight": jnp.array(values, jnp.dtype(dtype))}
+    weight, scales = quantize_rows(jnp.array(values, jnp.float32))
+    return {"weight": weight, "scale": scales}
 
 
 def _vector(values: np.ndarray) -> Any:

@@ -57,7 +57,7 @@ class AbstractRunner:
             available_device_bytes=device_bytes, available_host_bytes=host_bytes,
         )  # fmt: skip
         self.spec = make_spec(config, model, self.layout, get_kernels(config.implementation, platform))
-        self.params = abstract(abstract_params(model, config.dtype))
+        self.params = abstract(abstract_params(model, config.dtype, config.weight_dtype))
         self.state = abstract(jax.eval_shape(lambda: allocate_kv_state(self.layout, config.dtype, platform)))
         self._stored = storage_dtype(jnp.dtype(config.dtype), platform)
         self._tables = SequenceTables(self.layout)

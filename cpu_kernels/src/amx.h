@@ -1,0 +1,48 @@
+// AMX tiles (Sapphire Rapids and later): whether they may be used, and what every kernel with them needs.
+#pragma once
+
+#if defined(__AVX512BF16__) && defined(__linux__)
+#define SPARSESERVE_AMX 1
+
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+#define SPARSESERVE_TILES __attribute__((target("amx-tile,amx-bf16")))
+
+// GCC's tile loads do not say that they read memory.
+#define SPARSESERVE_MEMORY_BARRIER() __asm__ volatile("" ::: "memory")
+
+namespace sparseserve::amx {
+
+inline bool cpu_has_it() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d >> 22 & 1) && (d >> 24 & 1);  // amx-bf16, amx-tile
+}
+
+// This processor has AMX with bfloat16, and the operating system lets this process use it.
+inline bool available() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool yes = cpu_has_it() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return yes;
+}
+
+// Eight tiles of 16 rows of 64 bytes.
+SPARSESERVE_TILES inline void configure() {
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  SPARSESERVE_MEMORY_BARRIER();
+  _tile_loadconfig(&config);
+  SPARSESERVE_MEMORY_BARRIER();
+}
+
+}  // namespace sparseserve::amx
+
+#endif

@@ -1,0 +1,74 @@
+// One call of the linear operation, and what happens to a sum before it is written.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace sparseserve::linear {
+
+struct Call {
+  const Bf16* x;  // [rows][in]
+  int64_t rows;
+  int in;
+  const void* weight;  // [out][in], bfloat16 or int8
+  int out;             // gated: rows [0, out / 2) are the gate, the rest is up
+  const float *scales, *bias;  // [out], or null
+  const float* residual;       // [rows][out], or null; not with `gated`
+  bool gated;
+  float* result;       // [rows][out]
+  Bf16* gated_result;  // [rows][out / 2]
+
+  int features() const { return gated ? out / 2 : out; }
+};
+
+inline F32 load_first(const float* p, int n) {
+  F32 x[1];
+  if (n >= kLanes) {
+    x[0] = load(p);
+  } else {
+    sparseserve::load_first(p, n, x);
+  }
+  return x[0];
+}
+
+inline F32 silu(F32 x) {
+  // min returns its second argument if one is NaN. 2^126 is large enough: x / 2^126 is 0 for bfloat16.
+  return x / (exp2(min(splat(126.0f), x * -kLog2E)) + 1.0f);
+}
+
+inline void store_first(Bf16* p, F32 v, int n) {
+#if defined(__AVX512BF16__)
+  if (n >= kLanes) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  for (int i = 0; i < n && i < kLanes; ++i) p[i] = to_bf16(v[i]);
+}
+
+// A sum of products for `n` (at most kLanes count) rows of the weight from `row` on, scaled and with the bias.
+inline F32 scaled(const Call& call, F32 sum, int row, int n) {
+  if (call.scales != nullptr) sum *= load_first(call.scales + row, n);
+  if (call.bias != nullptr) sum += load_first(call.bias + row, n);
+  return sum;
+}
+
+// Writes `n` features of one row of x from `feature` on. `up`: the sums of the upper half, if gated.
+inline void write(const Call& call, int64_t row, int feature, int n, F32 sum, F32 up) {
+  const F32 value = scaled(call, sum, feature, n);
+  const int64_t at = row * call.features() + feature;
+  if (call.gated) {
+    store_first(call.gated_result + at, silu(value) * scaled(call, up, call.features() + feature, n), n);
+    return;
+  }
+  const F32 result = call.residual != nullptr ? value + load_first(call.residual + at, n) : value;
+  if (n >= kLanes) {
+    store(call.result + at, result);
+  } else {
+    std::memcpy(call.result + at, &result, n * sizeof(float));
+  }
+}
+
+}  // namespace sparseserve::linear
