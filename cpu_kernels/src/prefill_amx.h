@@ -36,6 +36,18 @@ class Amx {
     return available && head_dim % 32 == 0;
   }
 
+  // All tiles are 16 rows of 64 bytes.
+  SPARSESERVE_TILES static void configure() {
+    struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    SPARSESERVE_MEMORY_BARRIER();
+    _tile_loadconfig(&config);
+    SPARSESERVE_MEMORY_BARRIER();
+  }
+
   static int64_t scratch(int head_dim) { return kChunkKeys * head_dim + 2 * (kScores + kWeights) + 32 * head_dim; }
 
   Amx(const Prompt<Bf16>& prompt, float scale, uint32_t* memory)
@@ -91,16 +103,6 @@ class Amx {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     return (d >> 22 & 1) && (d >> 24 & 1);  // amx-bf16, amx-tile
-  }
-
-  SPARSESERVE_TILES static void configure() {
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
-    SPARSESERVE_MEMORY_BARRIER();
   }
 
   void add_jobs(const Panel& panel, int chunk) {
