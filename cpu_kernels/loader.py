@@ -31,6 +31,7 @@ TARGETS = (
     ("union_over_group", "SparseServeUnionOverGroup"),
     ("match_slots", "SparseServeMatchSlots"),
     ("prefill_attention", "SparseServePrefillAttention"),
+    ("select_key_tiles", "SparseServeSelectKeyTiles"),
     ("flash_h2d", "SparseServeFlashH2D"),
     ("copy_blocks", "SparseServeCopyBlocks"),
     ("save_pieces", "SparseServeSavePieces"),

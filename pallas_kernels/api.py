@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from host_offload import flash_d2h, flash_h2d
 from pallas_kernels import linear, reference
+from pallas_kernels.select_key_tiles import select_key_tiles
 from pallas_kernels.support import check_supported
 
 
@@ -32,6 +33,7 @@ class Kernels:
     match_slots: Callable[..., tuple[Array, Array, Array]]
     decode_attention: Callable[..., Array]
     prefill_attention: Callable[..., Array]
+    select_key_tiles: Callable[..., Array]
     flash_h2d: Callable[..., Array]
     load_blocks: Callable[..., Array]
     save_blocks: Callable[..., Array]
@@ -120,6 +122,7 @@ _REFERENCE = Kernels(
     match_slots=reference.match_slots,
     decode_attention=reference.decode_attention,
     prefill_attention=reference.prefill_attention,
+    select_key_tiles=select_key_tiles,
     flash_h2d=flash_h2d.flash_h2d,
     load_blocks=flash_h2d.load_blocks,
     save_blocks=flash_d2h.save_blocks,
@@ -155,6 +158,7 @@ def _pallas(interpret: bool) -> Kernels:
         match_slots=fixed(match_slots.match_slots),
         decode_attention=fixed(decode_attention.decode_attention),
         prefill_attention=fixed(prefill_attention.prefill_attention),
+        select_key_tiles=select_key_tiles,
         flash_h2d=fixed(flash_h2d.flash_h2d),
         load_blocks=fixed(flash_h2d.load_blocks),
         save_blocks=fixed(flash_d2h.save_blocks),
@@ -168,6 +172,7 @@ def _pallas(interpret: bool) -> Kernels:
 def _cpu() -> Kernels:
     # Imported here: loads and registers a shared library.
     from cpu_kernels import linear, loader, ops, prefill_attention
+    from cpu_kernels import select_key_tiles as native_selection
 
     variant = loader.in_force().variant
     return Kernels(
@@ -181,6 +186,7 @@ def _cpu() -> Kernels:
         match_slots=ops.match_slots,
         decode_attention=ops.decode_attention,
         prefill_attention=prefill_attention.prefill_attention,
+        select_key_tiles=native_selection.select_key_tiles,
         flash_h2d=ops.flash_h2d,
         load_blocks=ops.load_blocks,
         save_blocks=ops.save_blocks,

@@ -41,6 +41,9 @@ class EngineConfig:
         max_num_seqs: sequences in flight (prefilling, decoding, parked).
         max_model_len: prompt + generated tokens of one request; None = the model's own limit.
         prefill: "layer" = layer-segmented (paper section 3.3); "chunked" = token chunks through all layers.
+        prefill_sparsity: share of its attention, in (0, 1], that each head of a prompt keeps (an estimate by blocks of
+            128 tokens, XAttention); None = dense. Dense stay the first `num_dense_layers` and tokens within
+            `sparse_budget_tokens`.
         max_inject_tokens: prompt tokens x layers that may run beside one decode step; None = 2048 x layers.
         max_num_batched_tokens: the longest prefill call in tokens (and the chunk of "chunked" prefill).
         working_set_window: decode steps w whose selections make up the working set (paper: 12).
@@ -71,6 +74,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_model_len: int | None = None
     prefill: PrefillMode = "layer"
+    prefill_sparsity: float | None = None
     max_inject_tokens: int | None = None
     max_num_batched_tokens: int = 2048
     working_set_window: int = 12
@@ -121,6 +125,14 @@ class EngineConfig:
         margin = self.working_set_margin
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0.0 <= margin <= 4.0:
             raise ValueError(f"working_set_margin={margin!r} must be a number in [0, 4]")
+        share = self.prefill_sparsity
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0
+        ):
+            raise ValueError(
+                f"prefill_sparsity={share!r} must be a number in (0, 1], the share of attention to keep, or None for "
+                "dense prefill"
+            )
         if self.max_num_batched_tokens & (self.max_num_batched_tokens - 1):
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be a power of two (prefill calls come in "

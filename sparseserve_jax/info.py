@@ -67,7 +67,17 @@ class EngineInfo:
         c = self.config
         inject = c.max_inject_tokens or 2048 * self.layout.num_layers
         how = "layer-segmented" if c.prefill == "layer" else "chunked"
-        return f"{how}, {inject} token-layers beside a decode step, calls of up to {c.max_num_batched_tokens} tokens"
+        if c.prefill_sparsity is None:
+            attention = "dense attention"
+        else:
+            attention = (
+                f"attention to {c.prefill_sparsity:g} of its estimated mass, dense in {c.num_dense_layers} layers and "
+                f"up to {c.sparse_budget_tokens or 0} tokens"
+            )
+        return (
+            f"{how}, {inject} token-layers beside a decode step, calls of up to {c.max_num_batched_tokens} tokens; "
+            f"{attention}"
+        )
 
     def _device(self) -> str:
         kv = self.layout

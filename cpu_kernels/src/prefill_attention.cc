@@ -87,14 +87,6 @@ std::vector<Unit> make_units(const Call& call, int num_threads) {
 
 // --- one unit --------------------------------------------------------------------------------------------------------
 
-// Memory of a worker, kept from call to call: fresh pages cost more than a short prompt's attention.
-uint32_t* scratch(int64_t elements) {
-  constexpr int64_t kAlign = 64 / sizeof(uint32_t);
-  thread_local std::vector<uint32_t> memory;
-  if (static_cast<int64_t>(memory.size()) < elements + kAlign) memory.resize(elements + kAlign);
-  return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
-}
-
 template <class T, class Worker>
 class UnitRunner {
  public:

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "simd.h"
 #include "transpose.h"
@@ -39,6 +40,16 @@ struct Panel {
   int last() const { return first + count - 1; }
   bool attends(int key) const { return kept == nullptr || (key / kTile < num_kept && kept[key / kTile]); }
 };
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+// Memory of a worker, kept from call to call: fresh pages cost more than a short prompt's attention.
+inline uint32_t* scratch(int64_t elements) {
+  constexpr int64_t kAlign = 64 / sizeof(uint32_t);
+  thread_local std::vector<uint32_t> memory;
+  if (static_cast<int64_t>(memory.size()) < elements + kAlign) memory.resize(elements + kAlign);
+  return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
+}
 
 // --- products --------------------------------------------------------------------------------------------------------
 

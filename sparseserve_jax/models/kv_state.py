@@ -34,6 +34,16 @@ class StepSpec:
     budget_blocks: int
     """Blocks that one selection head chooses; 0 when every layer is dense."""
     kernels: Kernels
+    prefill_sparsity: float | None = None
+    """Share of attention that sparse prefill keeps; None = dense."""
+    prefill_dense_layers: int = 0
+    """The first layers, whose prefill is always dense."""
+    prefill_dense_tokens: int = 0
+    """Prompt tokens up to here attend to everything."""
+
+    def prefills_sparsely(self, layer: int) -> bool:
+        """Whether prompts attend to selected keys only in this layer."""
+        return self.prefill_sparsity is not None and layer >= self.prefill_dense_layers
 
     @property
     def scale(self) -> float:
@@ -55,6 +65,9 @@ def make_spec(config: EngineConfig, model: ModelConfig, layout: KVLayout, kernel
         record_selection=config.record_selection,
         budget_blocks=min(config.sparse_budget_blocks or 0, layout.max_blocks_per_seq),
         kernels=kernels,
+        prefill_sparsity=config.prefill_sparsity,
+        prefill_dense_layers=config.num_dense_layers,
+        prefill_dense_tokens=config.sparse_budget_tokens or 0,
     )
 
 

@@ -46,7 +46,9 @@ class PrefillCall:
     tile_tokens: Int[Array, "num_tiles"]
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "single_prompt"), donate_argnames=("hidden", "pool", "digests"))
+@functools.partial(
+    jax.jit, static_argnames=("spec", "single_prompt", "sparse"), donate_argnames=("hidden", "pool", "digests")
+)
 def prefill_layer(
     layer_params: Any,
     hidden: Float[Array, "num_tokens hidden"],
@@ -56,12 +58,14 @@ def prefill_layer(
     *,
     spec: StepSpec,
     single_prompt: bool,
+    sparse: bool = False,
 ) -> tuple[Array, Array, Array | None, Num[Array, "num_runs num_kv_heads 2 block_size head_dim"]]:
     """Runs one layer over the call's tokens.
 
     Args:
         digests: the layer's digests, or None for a dense layer.
         single_prompt: the call holds one prompt, so attention may use larger tiles.
+        sparse: queries attend to the key tiles that `select_key_tiles` keeps, by `spec.prefill_sparsity`.
 
     Returns:
         hidden, pool and digests (donated, updated), and the call's KV blocks.
@@ -79,10 +83,13 @@ def prefill_layer(
         new_pool, new_digests = kernels.append_blocks(
             pool, digests, stored, call.pool_ids, call.block_tokens, call.digest_ids, method=spec.selection
         )
-        out = kernels.prefill_attention(
-            q, new_pool, call.block_tables, call.tile_prompt, call.tile_start, call.tile_tokens,
-            scale=spec.scale, merge_tiles=merge,
-        )  # fmt: skip
+        where = (q, new_pool, call.block_tables, call.tile_prompt, call.tile_start, call.tile_tokens)
+        tile_mask = None
+        if sparse:
+            tile_mask = kernels.select_key_tiles(
+                *where, scale=spec.scale, threshold=spec.prefill_sparsity, dense_tokens=spec.prefill_dense_tokens
+            )
+        out = kernels.prefill_attention(*where, tile_mask, scale=spec.scale, merge_tiles=merge)
         return out, (new_pool, new_digests, stored)
 
     hidden, (pool, digests, blocks) = run_layer(

@@ -93,7 +93,9 @@ class AbstractRunner:
         pool = staging if layout.tiered else self.state.pools[-1]
         digests = self.state.digests[-1] if self.state.digests else None
         args = (self.params["layers"][-1], *abstract((hidden, pool)), digests, abstract(call.call))
-        return Program(function=prefill_layer, args=args, kwargs={"spec": self.spec, "single_prompt": True})
+        sparse = self.spec.prefills_sparsely(layout.num_layers - 1)
+        kwargs = {"spec": self.spec, "single_prompt": True, "sparse": sparse}
+        return Program(function=prefill_layer, args=args, kwargs=kwargs)
 
     def save_newest(self, num_seqs: int) -> Program:
         """FlashD2H of the blocks that filled in a decode step, all layers."""

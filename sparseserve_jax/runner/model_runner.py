@@ -415,7 +415,7 @@ class ModelRunner:
         pool = self._staging if layout.tiered else state.pools[layer]
         call.hidden, pool, digests, blocks = prefill_layer(
             self.params["layers"][layer], call.hidden, pool, digests, call.call,
-            spec=self.spec, single_prompt=call.is_single,
+            spec=self.spec, single_prompt=call.is_single, sparse=self.spec.prefills_sparsely(layer),
         )  # fmt: skip
         if layout.tiered:
             self._staging = pool

@@ -1,4 +1,4 @@
-"""Which key tiles a prompt's queries need: block selection of sparse prefill by XAttention (arXiv 2503.16428).
+"""Which key tiles a prompt needs, in plain XLA: block selection of sparse prefill by XAttention (arXiv 2503.16428).
 
 The attention of a tile of queries to a tile of keys is estimated from sums along antidiagonals of the score matrix,
 which cross every vertical and every slanted line of it. With queries and keys in groups of STRIDE consecutive tokens,
@@ -34,6 +34,7 @@ def select_key_tiles(
     *,
     scale: float,
     threshold: float,
+    dense_tokens: int = 0,
 ) -> Bool[Array, "num_tiles num_q_heads num_key_tiles"]:
     """The `tile_mask` for `prefill_attention`, whose arguments these are.
 
@@ -42,12 +43,12 @@ def select_key_tiles(
     Args:
         tile_start: multiples of STRIDE.
         threshold: share of the estimated attention to keep, in (0, 1]; 1 keeps all that is causal.
+        dense_tokens: a tile whose queries see no more tokens than this keeps all that is causal.
 
     Raises:
         ValueError: a threshold outside (0, 1].
     """
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold {threshold} must be in (0, 1]")
+    check_threshold(threshold)
     num_key_tiles = -(-block_tables.shape[1] * pool.shape[3] // PREFILL_TILE)
     shares, causal, forced = _tile_shares(
         q, pool, block_tables, tile_prompt, tile_start, tile_tokens, scale=scale, num_key_tiles=num_key_tiles
@@ -59,7 +60,14 @@ def select_key_tiles(
     ordered = jnp.take_along_axis(shares, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     needed = jnp.put_along_axis(jnp.zeros(shares.shape, bool), order, before < threshold, axis=-1, inplace=False)
-    return (needed & causal) | forced
+    short = (tile_start + tile_tokens <= dense_tokens)[:, None, None]
+    return ((needed | short) & causal) | forced
+
+
+def check_threshold(threshold: float) -> None:
+    """Raises ValueError for a share that is not one."""
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold {threshold} must be in (0, 1]")
 
 
 def _tile_shares(
