@@ -9,12 +9,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "ffi_op.h"
 #include "parallel.h"
 #include "prefill_panels.h"
 #include "prefill_prompt.h"
-#if defined(__AVX512BF16__) && defined(__linux__)
-#define SPARSESERVE_AMX 1
+#if defined(SPARSESERVE_AMX)
 #include "select_amx.h"
 #endif
 
