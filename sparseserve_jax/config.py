@@ -10,6 +10,7 @@ MAX_NUM_SEQS = 4096
 SELECTION_METHODS = ("cuboid-mean", "quest", "mean")
 
 DType = Literal["bfloat16", "float32"]
+KVDType = Literal["int8"]
 SelectionMethod = Literal["cuboid-mean", "quest", "mean"]
 SelectionGranularity = Literal["kv_head", "query_head"]
 KVTiers = Literal["unified", "tiered"]
@@ -24,6 +25,8 @@ class EngineConfig:
 
     Attributes:
         dtype: dtype of weights, activations and KV; accumulation is float32 in both.
+        kv_dtype: "int8" = keys and values in 8 bits with a scale for K and V of each block and head, so that a budget
+            holds about twice the tokens (unified, implementation "cpu" or "reference"); None = as `dtype`.
         block_size: tokens of one KV block (one layer, one KV head, K and V together).
         sparse_budget_tokens: tokens a decode step may attend to per layer and head; None = dense.
             A multiple of `block_size`. A context no longer than this is attended to densely.
@@ -54,6 +57,7 @@ class EngineConfig:
     """
 
     dtype: DType = "bfloat16"
+    kv_dtype: KVDType | None = None
     block_size: int = 32
     sparse_budget_tokens: int | None = 2048
     selection: SelectionMethod = "cuboid-mean"
@@ -81,6 +85,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        if self.kv_dtype is not None and self.kv_dtype != "int8":
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} is not supported; choose 'int8', or None for that of dtype")
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("selection", self.selection, SELECTION_METHODS)
         _one_of("selection_granularity", self.selection_granularity, ("kv_head", "query_head"))
@@ -119,6 +125,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
+        if self.kv_dtype is not None and self.kv_tiers != "unified":
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} needs kv_tiers='unified': scales do not move between tiers; use it, or "
+                "kv_dtype=None"
+            )
         if self.kv_tiers == "unified" and self.host_kv_bytes is not None:
             raise ValueError("host_kv_bytes needs kv_tiers='tiered'; the unified mode has one pool (device_kv_bytes)")
         if self.sparse_budget_tokens is not None:

@@ -71,7 +71,8 @@ class Engine:
         kernels = get_kernels(config.implementation, device.platform)
         kernels.require(
             head_dim=source.config.head_dim, block_size=config.block_size, dtype=config.dtype,
-            group=source.config.group_size, tiered=config.kv_tiers == "tiered", platform=device.platform,
+            kv_dtype=config.kv_dtype, group=source.config.group_size,
+            tiered=config.kv_tiers == "tiered", platform=device.platform,
         )  # fmt: skip
         free_device, free_host = physical_memory_bytes(device)
         self.layout = plan_layout(
