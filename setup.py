@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("cpu_kernels/src")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 VARIANTS = {
-    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],  # every CPU with the one has the other
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma"],
     "plain": [],

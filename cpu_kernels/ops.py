@@ -24,12 +24,16 @@ def append_blocks(
     block_ids: Int[Array, "num_new"],
     num_valid: Int[Array, "num_new"],
     digest_ids: Int[Array, "num_new"],
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
     *,
     method: str,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
     """Writes whole blocks (prefill) and their digests; see `reference.append_blocks`."""
-    assert blocks.dtype == pool.dtype, f"blocks are {blocks.dtype}, the pool is {pool.dtype}: see storage.to_storage"
-    return _append("append_blocks", pool, digests, blocks, block_ids, num_valid, digest_ids, method=method)
+    assert kv_scales is not None or blocks.dtype == pool.dtype, (
+        f"blocks are {blocks.dtype}, the pool is {pool.dtype}: see storage.to_storage"
+    )
+    arrays = (blocks, block_ids, num_valid, digest_ids)
+    return _append("append_blocks", pool, digests, kv_scales, *arrays, method=method)
 
 
 def append_tokens(
@@ -40,21 +44,27 @@ def append_tokens(
     block_ids: Int[Array, "num_seqs num_kv_heads"],
     num_valid: Int[Array, "num_seqs"],
     digest_ids: Int[Array, "num_seqs"],
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
     *,
     method: str,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
     """Writes one token a sequence (decode) and renews its block's digest; see `reference.append_tokens`."""
-    return _append("append_tokens", pool, digests, k, v, block_ids, num_valid, digest_ids, method=method)
+    arrays = (k, v, block_ids, num_valid, digest_ids)
+    return _append("append_tokens", pool, digests, kv_scales, *arrays, method=method)
 
 
-def _append(name: str, pool: Array, digests: Array | None, *arrays: Array, method: str) -> tuple[Array, Array | None]:
+def _append(
+    name: str, pool: Array, digests: Array | None, kv_scales: Array | None, *arrays: Array, method: str
+) -> tuple[Array, Array | None, Array | None]:
     check_digest_method(method)
     _, num_kv_heads, _, _, head_dim = pool.shape
     rows = jnp.zeros((0, num_kv_heads, 2, head_dim), jnp.float32) if digests is None else digests
-    new_pool, new_digests = jax.ffi.ffi_call(
-        target(name), (_like(pool), _like(rows)), input_output_aliases={0: 0, 1: 1}
-    )(pool, rows, *map(_ints, arrays), method=np.int32(DIGEST_METHODS.index(method)))  # fmt: skip
-    return new_pool, None if digests is None else new_digests
+    scales = jnp.zeros((0, num_kv_heads, 2), jnp.float32) if kv_scales is None else kv_scales
+    updated = (pool, rows, scales)
+    new_pool, new_digests, new_scales = jax.ffi.ffi_call(
+        target(name), tuple(map(_like, updated)), input_output_aliases={0: 0, 1: 1, 2: 2}
+    )(*updated, *map(_ints, arrays), method=np.int32(DIGEST_METHODS.index(method)))  # fmt: skip
+    return new_pool, None if digests is None else new_digests, None if kv_scales is None else new_scales
 
 
 def score_blocks(

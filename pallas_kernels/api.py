@@ -25,8 +25,8 @@ class Kernels:
     """The operations of one implementation. Hashable, so it can be a static argument of a jitted function."""
 
     name: str
-    append_blocks: Callable[..., tuple[Array, Array | None]]
-    append_tokens: Callable[..., tuple[Array, Array | None]]
+    append_blocks: Callable[..., tuple[Array, Array | None, Array | None]]
+    append_tokens: Callable[..., tuple[Array, Array | None, Array | None]]
     score_blocks: Callable[..., Array]
     select_blocks: Callable[..., Array]
     union_over_group: Callable[..., tuple[Array, Array]]
@@ -54,11 +54,12 @@ class Kernels:
 
     def require(
         self, *, head_dim: int, block_size: int, dtype: str, group: int, tiered: bool, platform: str,
-        weight_dtype: str | None = None,
+        kv_dtype: str | None = None, weight_dtype: str | None = None,
     ) -> None:  # fmt: skip
         """Refuses a model or a configuration that these kernels cannot serve, before anything is loaded.
 
         Args:
+            kv_dtype: "int8", or None: KV is stored in `dtype`.
             group: query heads of one KV head.
             tiered: KV lies in pinned host memory.
             weight_dtype: of weight matrices, if not `dtype`.
@@ -75,6 +76,11 @@ class Kernels:
             for operation in ("decode_attention", "prefill_attention"):
                 check_supported(
                     operation, head_dim=head_dim, block_size=block_size, dtype=jnp.dtype(dtype), group=group
+                )
+            if kv_dtype is not None:
+                raise NotImplementedError(
+                    f"implementation='pallas' does not append to KV of {kv_dtype}; use implementation='cpu' or "
+                    "'reference', or kv_dtype=None"
                 )
         elif tiered and platform == "gpu":
             raise NotImplementedError(

@@ -7,7 +7,8 @@ One program a (sequence or new block, KV head). A digest is computed in float32 
 decode step reads the keys of the newest block and nothing else, a prefill reads each new block once.
 
 Both arrays are updated in place; padding goes to block 0 and digest 0, which several programs may write at once and
-nobody reads. Keys at or past `num_valid` are never read into a digest.
+nobody reads. Keys at or past `num_valid` are never read into a digest. There is no kernel for int8 pools, so there are
+no scales either.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def append_tokens(
     block_ids: Int[Array, "num_seqs num_kv_heads"],
     num_valid: Int[Array, "num_seqs"],
     digest_ids: Int[Array, "num_seqs"],
+    kv_scales: None = None,
     *,
     method: str,
     interpret: bool,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, None]:
     """Writes one token a sequence (decode) as the last of its newest block, which may lie elsewhere for each head.
 
     Args:
@@ -74,10 +76,11 @@ def append_blocks(
     block_ids: Int[Array, "num_new"],
     num_valid: Int[Array, "num_new"],
     digest_ids: Int[Array, "num_new"],
+    kv_scales: None = None,
     *,
     method: str,
     interpret: bool,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, None]:
     """Writes whole blocks (prefill) and their digests.
 
     Args:
@@ -108,7 +111,7 @@ def _check(operation: str, pool: Array, digests: Array | None, method: str) -> N
 def _call(
     kernel: Any, pool: Array, digests: Array | None, *inputs: tuple[Array, pl.BlockSpec],
     name: str, grid: tuple[int, ...], interpret: bool,
-) -> tuple[Array, Array | None]:  # fmt: skip
+) -> tuple[Array, Array | None, None]:  # fmt: skip
     arrays, specs = zip(*inputs, strict=True)
     in_place = [pool] if digests is None else [pool, digests]
     *_, block_size, head_dim = pool.shape
@@ -119,7 +122,7 @@ def _call(
         num_warps=max(1, block_size * head_dim // (32 * KEYS_PER_THREAD)),
         aliases={len(arrays) + index: index for index in range(len(in_place))}, interpret=interpret,
     )  # fmt: skip
-    return out[0], None if digests is None else out[1]
+    return out[0], None if digests is None else out[1], None
 
 
 def _append_token(

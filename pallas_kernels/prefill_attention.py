@@ -93,12 +93,14 @@ def prefill_attention(
     *,
     scale: float,
     merge_tiles: int = 1,
+    kv_scales: None = None,
     interpret: bool,
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
     """See `reference.prefill_attention`.
 
     Args:
         merge_tiles: has no effect; tiles are as large as registers allow.
+        kv_scales: of int8 pools, for which there is no kernel.
         interpret: see `kernel_call`.
     """
     _, num_q_heads, head_dim = q.shape

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels.quantise import dequantise, quantise, requantise, scales_of
 from pallas_kernels.storage import from_storage, to_storage
 from pallas_kernels.support import check_digest_method
 
@@ -39,23 +40,57 @@ def append_blocks(
     block_ids: Int[Array, "num_new"],
     num_valid: Int[Array, "num_new"],
     digest_ids: Int[Array, "num_new"],
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
     *,
     method: str,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
     """Writes whole blocks (prefill) and their digests. In place when donated; padding goes to block 0.
 
     Args:
         digests: (centre, radius) by global block id; None for a dense layer.
-        blocks: in the pool's dtype.
+        blocks: in the pool's dtype; bfloat16 or float32 for an int8 pool, which are quantised by the tokens that exist.
         num_valid: tokens of each block that exist.
         digest_ids: the row of `digests` of each block (in a staging pool it is not `block_ids`).
+        kv_scales: of an int8 pool (see `quantise`), whose digests are those of the keys as they are stored.
+
+    Returns:
+        pool, digests and scales, updated; None for what there is none of.
     """
+    if kv_scales is not None:
+        return _append_quantised_blocks(
+            pool, digests, from_storage(blocks), block_ids, num_valid, digest_ids, kv_scales, method=method
+        )
     assert blocks.dtype == pool.dtype, f"blocks are {blocks.dtype}, the pool is {pool.dtype}: see storage.to_storage"
     pool = pool.at[block_ids].set(blocks, mode="drop")
     if digests is None:
-        return pool, None
+        return pool, None, None
     summary = block_digests(from_storage(blocks[:, :, 0]), num_valid, method=method)
-    return pool, digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
+    return pool, digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop"), None
+
+
+def _append_quantised_blocks(
+    pool: Array, digests: Array | None, blocks: Array, block_ids: Array, num_valid: Array, digest_ids: Array,
+    kv_scales: Array, *, method: str,
+) -> tuple[Array, Array | None, Array]:  # fmt: skip
+    exist = (jnp.arange(pool.shape[3]) < num_valid[:, None])[:, None, None, :, None]
+    values = jnp.where(exist, blocks, 0)
+    scales = scales_of(values)  # [num_new, num_kv_heads, 2]
+    stored = quantise(values, scales)
+    pool = pool.at[block_ids].set(stored, mode="drop")
+    kv_scales = kv_scales.at[block_ids].set(scales, mode="drop")
+    digests = _renew_quantised_digests(digests, stored, scales, num_valid, digest_ids, method=method)
+    return pool, digests, kv_scales
+
+
+def _renew_quantised_digests(
+    digests: Array | None, stored: Array, scales: Array, num_valid: Array, digest_ids: Array, *, method: str
+) -> Array | None:
+    """Digests of pieces `[num_new, num_kv_heads, 2, block_size, head_dim]`, from the integers of their keys."""
+    if digests is None:
+        return None
+    summary = dequantise(block_digests(stored[:, :, 0], num_valid, method=method), scales[:, :, 0])
+    summary = jnp.where((num_valid > 0)[:, None, None, None], summary, 0.0)
+    return digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
 
 
 def append_tokens(
@@ -66,26 +101,51 @@ def append_tokens(
     block_ids: Int[Array, "num_seqs num_kv_heads"],
     num_valid: Int[Array, "num_seqs"],
     digest_ids: Int[Array, "num_seqs"],
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
     *,
     method: str,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
     """Writes one token a sequence (decode) as the last of its newest block, which may lie elsewhere for each head.
 
-    The block's digest is renewed from its keys, so it is exact also while the block is partial.
+    The block's digest is renewed from its keys, so it is exact also while the block is partial. In an int8 pool the
+    first token of a block sets the scale; a later one with a larger magnitude raises it, and the older tokens are
+    rounded once more, to the new scale.
 
     Args:
-        digests: as for `append_blocks`.
+        digests, kv_scales: as for `append_blocks`, as are the results.
         num_valid: tokens of the newest block, the new one included; 0 = padding (block 0, digest 0).
     """
+    if kv_scales is not None:
+        kv = jnp.stack([k, v], axis=2)
+        return _append_quantised_tokens(pool, digests, kv, block_ids, num_valid, digest_ids, kv_scales, method=method)
     kv = to_storage(jnp.stack([k, v], axis=2), pool.dtype)  # [num_seqs, num_kv_heads, 2, head_dim]
     heads = jnp.arange(pool.shape[1])[None, :, None]
     offsets = jnp.maximum(num_valid - 1, 0)[:, None, None]
     pool = pool.at[block_ids[:, :, None], heads, jnp.arange(2)[None, None, :], offsets].set(kv, mode="drop")
     if digests is None:
-        return pool, None
+        return pool, None, None
     keys = gather_halves(pool, block_ids[:, :, None], 0)[:, :, 0]  # [num_seqs, num_kv_heads, block_size, head_dim]
     summary = block_digests(keys, num_valid, method=method)
-    return pool, digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop")
+    return pool, digests.at[digest_ids].set(to_storage(summary, digests.dtype), mode="drop"), None
+
+
+def _append_quantised_tokens(
+    pool: Array, digests: Array | None, kv: Array, block_ids: Array, num_valid: Array, digest_ids: Array,
+    kv_scales: Array, *, method: str,
+) -> tuple[Array, Array | None, Array]:  # fmt: skip
+    where = (block_ids, jnp.arange(pool.shape[1])[None, :])
+    kv = kv[..., None, :]  # [num_seqs, num_kv_heads, 2, 1, head_dim]
+    older = jnp.where((num_valid > 1)[:, None, None], kv_scales[where], 0.0)
+    scales = jnp.maximum(older, scales_of(kv))
+    row = jnp.arange(pool.shape[3])[:, None]
+    offset = jnp.maximum(num_valid - 1, 0)[:, None, None, None, None]
+    before = pool[where]  # [num_seqs, num_kv_heads, 2, block_size, head_dim]
+    stored = jnp.where(row < offset, requantise(before, older, scales), before)
+    stored = jnp.where(row == offset, quantise(kv, scales), stored)
+    pool = pool.at[where].set(stored, mode="drop")
+    kv_scales = kv_scales.at[where].set(scales, mode="drop")
+    digests = _renew_quantised_digests(digests, stored, scales, num_valid, digest_ids, method=method)
+    return pool, digests, kv_scales
 
 
 def gather_halves(
@@ -107,7 +167,7 @@ def gather_halves(
 
 
 def block_digests(
-    k: Float[Array, "num_new num_kv_heads block_size head_dim"],
+    k: Num[Array, "num_new num_kv_heads block_size head_dim"],
     num_valid: Int[Array, "num_new"],
     *,
     method: str,
@@ -324,6 +384,7 @@ def prefill_attention(
     *,
     scale: float,
     merge_tiles: int = 1,
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
     """Causal flash attention of packed prompts; keys and values come from the pool, those of this call included.
 
@@ -337,6 +398,7 @@ def prefill_attention(
             tokens of the prompt from `j * PREFILL_TILE` on. There is none past the last. A query with no key to attend
             to gives zeros.
         merge_tiles: tiles taken as one (a power of two), when the whole call is one prompt.
+        kv_scales: of an int8 pool, whose keys and values are multiplied as bfloat16.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[1], pool.shape[3]
@@ -362,6 +424,8 @@ def prefill_attention(
         def scores(index: Array) -> tuple[Array, Array]:
             ids = jax.lax.dynamic_slice_in_dim(table, index * key_blocks, key_blocks)
             kv = from_storage(jnp.take(pool, ids, axis=0, mode="clip"))  # [key_blocks, heads, 2, block_size, head_dim]
+            if kv_scales is not None:
+                kv = dequantise(kv, jnp.take(kv_scales, ids, axis=0, mode="clip")).astype(jnp.bfloat16)
             kv = kv.transpose(2, 1, 0, 3, 4).reshape(2, num_kv_heads, key_blocks * block_size, head_dim)
             return _dot(tile_q.astype(kv.dtype), kv[0], (((2,), (2,)), ((0,), (0,)))), kv[1]
 

@@ -35,6 +35,7 @@ def select_key_tiles(
     scale: float,
     threshold: float,
     dense_tokens: int = 0,
+    kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
 ) -> Bool[Array, "num_tiles num_q_heads num_key_tiles"]:
     """The `tile_mask` for `prefill_attention`, whose arguments these are.
 
@@ -44,6 +45,7 @@ def select_key_tiles(
         tile_start: multiples of STRIDE.
         threshold: share of the estimated attention to keep, in (0, 1]; 1 keeps all that is causal.
         dense_tokens: a tile whose queries see no more tokens than this keeps all that is causal.
+        kv_scales: of an int8 pool, whose keys are multiplied as bfloat16.
 
     Raises:
         ValueError: a threshold outside (0, 1].
@@ -51,8 +53,9 @@ def select_key_tiles(
     check_threshold(threshold)
     num_key_tiles = -(-block_tables.shape[1] * pool.shape[3] // PREFILL_TILE)
     shares, causal, forced = _tile_shares(
-        q, pool, block_tables, tile_prompt, tile_start, tile_tokens, scale=scale, num_key_tiles=num_key_tiles
-    )
+        q, pool, block_tables, tile_prompt, tile_start, tile_tokens, kv_scales,
+        scale=scale, num_key_tiles=num_key_tiles,
+    )  # fmt: skip
     if threshold == 1:  # shares that vanish in float32 count, too
         return jnp.broadcast_to(causal, shares.shape)
     # What is kept anyway comes first, so that the rest has less to add.
@@ -71,8 +74,8 @@ def check_threshold(threshold: float) -> None:
 
 
 def _tile_shares(
-    q: Array, pool: Array, block_tables: Array, tile_prompt: Array, tile_start: Array, tile_tokens: Array, *,
-    scale: float, num_key_tiles: int,
+    q: Array, pool: Array, block_tables: Array, tile_prompt: Array, tile_start: Array, tile_tokens: Array,
+    kv_scales: Array | None, *, scale: float, num_key_tiles: int,
 ) -> tuple[
     Float[Array, "num_tiles num_q_heads num_key_tiles"],
     Bool[Array, "num_tiles 1 num_key_tiles"],
@@ -85,6 +88,9 @@ def _tile_shares(
     width = STRIDE * head_dim
     every_head = (block_tables.shape[0], num_kv_heads, block_tables.shape[1])
     keys = gather_halves(pool, jnp.broadcast_to(block_tables[:, None], every_head), 0)
+    if kv_scales is not None:
+        scales = jnp.take(kv_scales[:, :, 0], block_tables, axis=0, mode="clip").swapaxes(1, 2)
+        keys = (keys.astype(jnp.float32) * scales[..., None, None]).astype(jnp.bfloat16)
     keys = keys.reshape(*every_head[:2], -1, head_dim)
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, num_key_tiles * PREFILL_TILE - keys.shape[2]), (0, 0)))
     tile_end = jnp.where(tile_tokens > 0, tile_start + tile_tokens, 0)

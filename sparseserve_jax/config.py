@@ -11,6 +11,7 @@ SELECTION_METHODS = ("cuboid-mean", "quest", "mean")
 
 DType = Literal["bfloat16", "float32"]
 WeightDType = Literal["int8"]
+KVDType = Literal["int8"]
 SelectionMethod = Literal["cuboid-mean", "quest", "mean"]
 SelectionGranularity = Literal["kv_head", "query_head"]
 KVTiers = Literal["unified", "tiered"]
@@ -27,6 +28,8 @@ class EngineConfig:
         dtype: dtype of weights, activations and KV; accumulation is float32 in both.
         weight_dtype: "int8" = weight matrices as int8 with a scale for each row, multiplied as bfloat16 (not with
             dtype "float32", and not on a GPU); None = as `dtype` says.
+        kv_dtype: "int8" = keys and values in 8 bits with a scale for K and V of each block and head, so that a budget
+            holds about twice the tokens (unified, implementation "cpu" or "reference"); None = as `dtype`.
         block_size: tokens of one KV block (one layer, one KV head, K and V together).
         sparse_budget_tokens: tokens a decode step may attend to per layer and head; None = dense.
             A multiple of `block_size`. A context no longer than this is attended to densely.
@@ -61,6 +64,7 @@ class EngineConfig:
 
     dtype: DType = "bfloat16"
     weight_dtype: WeightDType | None = None
+    kv_dtype: KVDType | None = None
     block_size: int = 32
     sparse_budget_tokens: int | None = 2048
     selection: SelectionMethod = "cuboid-mean"
@@ -96,6 +100,8 @@ class EngineConfig:
                     f"weight_dtype={self.weight_dtype!r} needs dtype='bfloat16', which its products are computed in; "
                     "use weight_dtype=None with dtype='float32'"
                 )
+        if self.kv_dtype is not None and self.kv_dtype != "int8":
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} is not supported; choose 'int8', or None for that of dtype")
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("selection", self.selection, SELECTION_METHODS)
         _one_of("selection_granularity", self.selection_granularity, ("kv_head", "query_head"))
@@ -142,6 +148,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
+        if self.kv_dtype is not None and self.kv_tiers != "unified":
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} needs kv_tiers='unified': scales do not move between tiers; use it, or "
+                "kv_dtype=None"
+            )
         if self.kv_tiers == "unified" and self.host_kv_bytes is not None:
             raise ValueError("host_kv_bytes needs kv_tiers='tiered'; the unified mode has one pool (device_kv_bytes)")
         if self.sparse_budget_tokens is not None:

@@ -76,7 +76,7 @@ class Engine:
         kernels.require(
             head_dim=source.config.head_dim, block_size=config.block_size, dtype=config.dtype,
             group=source.config.group_size, tiered=config.kv_tiers == "tiered", platform=device.platform,
-            weight_dtype=config.weight_dtype,
+            kv_dtype=config.kv_dtype, weight_dtype=config.weight_dtype,
         )  # fmt: skip
         free_device, free_host = physical_memory_bytes(device)
         self.layout = plan_layout(

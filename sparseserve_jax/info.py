@@ -82,7 +82,9 @@ class EngineInfo:
     def _device(self) -> str:
         kv = self.layout
         if not kv.tiered:
-            return f"one pool of {kv.num_blocks} blocks x {kv.num_layers} layers"
+            scaled = " and a scale for K and V of each block and head" if self.config.kv_dtype else ""
+            stored = self.config.kv_dtype or self.config.dtype
+            return f"one pool of {kv.num_blocks} blocks x {kv.num_layers} layers, {stored}{scaled}"
         return (
             f"{kv.num_slots} slots x {kv.num_sparse_layers} sparse layers, {kv.num_dense_blocks} blocks x "
             f"{kv.num_dense_layers} dense layers, digests of {kv.num_blocks} blocks, {kv.num_staging_blocks} staging "

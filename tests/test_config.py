@@ -96,3 +96,11 @@ def test_frozen_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_size = 16  # type: ignore[misc]
     assert hash(config) == hash(EngineConfig())
+
+
+def test_int8_kv_is_for_one_pool():
+    assert EngineConfig(kv_dtype="int8").kv_dtype == "int8"
+    with pytest.raises(ValueError, match=r"kv_dtype='int4' is not supported; choose 'int8', or None"):
+        EngineConfig(kv_dtype="int4")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"kv_dtype='int8' needs kv_tiers='unified'.*kv_dtype=None"):
+        EngineConfig(kv_dtype="int8", kv_tiers="tiered")

@@ -8,6 +8,9 @@ bool cpu_has_what_this_library_uses() {
 #if defined(__AVX512BF16__)
   if (!__builtin_cpu_supports("avx512bf16")) return false;
 #endif
+#if defined(__AVX512VNNI__)
+  if (!__builtin_cpu_supports("avx512vnni")) return false;
+#endif
 #if defined(__AVX512F__)
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {

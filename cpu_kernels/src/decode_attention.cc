@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ffi_op.h"
+#include "int8_rows.h"
 #include "parallel.h"
 #include "rows.h"
 #include "values.h"
@@ -47,6 +48,8 @@ struct Task {
 // Scratch of one thread.
 struct Workspace {
   std::vector<float> values, queries, scores;  // scores, then weights: `[group, token_stride]`
+  std::vector<int16_t> int_queries, int_weights;  // for products in integers, and their scales
+  std::vector<float> query_scales, weight_scales;
 };
 
 // Of a query's state.
@@ -56,7 +59,7 @@ int state_stride(const Args& args) {
 }
 inline int token_stride(const Args& args) { return round_up(args.shape.block_size, 16); }
 
-template <class T>
+template <int kWidth, class T>
 void prepare(const Args& args, int64_t lane, Workspace& work) {
   const int width = args.shape.head_dim, stride = query_stride<T>(width);
   work.values.resize(width);
@@ -65,6 +68,16 @@ void prepare(const Args& args, int64_t lane, Workspace& work) {
   for (int g = 0; g < args.group; ++g) {
     read_floats(args.q, (lane * args.group + g) * width, width, work.values.data());
     make_query<T>(work.values.data(), width, work.queries.data() + g * stride);
+  }
+  if constexpr (kIntegerRows<kWidth, T>) {
+    work.int_queries.resize(args.group * width);
+    work.int_weights.resize(args.group * token_stride(args));
+    work.query_scales.resize(args.group);
+    work.weight_scales.resize(args.group);
+    for (int g = 0; g < args.group; ++g) {
+      const float* query = work.queries.data() + g * stride;
+      work.query_scales[g] = to_int16(query, width, width, work.int_queries.data() + g * width);
+    }
   }
 }
 
@@ -82,7 +95,12 @@ void score_keys(const Args& args, const T* keys, int n, float factor, Workspace&
     for (int g = 0; g < args.group; g += kMaxQueries) {
       const int num_queries = std::min(args.group - g, kMaxQueries);
       F32 sums[kMaxQueries];
-      dot_rows<kWidth, T>(num_queries, work.queries.data() + g * query_stride<T>(width), width, row, sums);
+      if constexpr (kIntegerRows<kWidth, T>) {
+        dot_rows<kWidth>(num_queries, work.int_queries.data() + g * width, row, sums);
+        for (int i = 0; i < num_queries; ++i) sums[i] *= work.query_scales[g + i];
+      } else {
+        dot_rows<kWidth, T>(num_queries, work.queries.data() + g * query_stride<T>(width), width, row, sums);
+      }
       for (int i = 0; i < num_queries; ++i) {
         const F32 s = first_lanes(sums[i] * factor, last + 1, splat(kMasked));
         store(work.scores.data() + (g + i) * token_stride(args) + t, s);
@@ -111,11 +129,33 @@ void update(float* state, int width, float* scores, int n, float value_scale) {
   state[1] += reduce_add(sum);
 }
 
+// Adds the values of a block, whose first n tokens have weights.
+template <int kWidth, class T>
+void add_block(const Args& args, const T* values, int n, Workspace& work, float* states, Prefetcher& prefetcher) {
+  const int width = kWidth ? kWidth : args.shape.head_dim, stride = state_stride<T>(args), tokens = token_stride(args);
+  for (int g = 0; g < args.group; g += kMaxQueries) {
+    const int num_queries = std::min(args.group - g, kMaxQueries);
+    const float* weights = work.scores.data() + g * tokens;
+    float* acc = states + g * stride + kHeader;
+    if constexpr (kIntegerRows<kWidth, T>) {
+      int16_t* integers = work.int_weights.data() + g * tokens;
+      float* scales = work.weight_scales.data() + g;
+      for (int i = 0; i < num_queries; ++i) {
+        scales[i] = to_int16(weights + i * tokens, n, tokens, integers + i * tokens);
+      }
+      add_rows<kWidth>(num_queries, values, n, integers, tokens, scales, acc, stride, prefetcher);
+    } else {
+      add_values(num_queries, values, width, n, weights, tokens, acc, stride, prefetcher,
+                 (width * sizeof(T) + 63) / 64);
+    }
+  }
+}
+
 template <int kWidth, class T>
 void attend_block(const Args& args, const Task& task, int64_t index, const T* next, Workspace& work, float* states) {
   const PoolShape& shape = args.shape;
   const int64_t entry = task.lane * args.num_blocks + index, head = task.lane % shape.num_heads;
-  const int n = std::min(args.num_valid[entry], shape.block_size), width = kWidth ? kWidth : shape.head_dim;
+  const int n = std::min(args.num_valid[entry], shape.block_size);
   const int64_t id = std::clamp<int64_t>(args.block_ids[entry], 0, shape.num_blocks - 1);
   const T* keys = static_cast<const T*>(args.pool) + shape.offset(id, head);
   const float* scales = args.kv_scales ? args.kv_scales + (id * shape.num_heads + head) * 2 : nullptr;
@@ -128,10 +168,7 @@ void attend_block(const Args& args, const Task& task, int64_t index, const T* ne
     if (off) std::fill(scores, scores + round_up(n, kLanes), kMasked);
     update(states + g * stride, stride - kHeader, scores, n, scales ? scales[1] : 1.0f);
   }
-  for (int g = 0; g < args.group; g += kMaxQueries) {
-    add_values(std::min(args.group - g, kMaxQueries), keys + shape.half(), width, n, work.scores.data() + g * tokens,
-               tokens, states + g * stride + kHeader, stride, prefetcher, (width * sizeof(T) + 63) / 64);
-  }
+  add_block<kWidth>(args, keys + shape.half(), n, work, states, prefetcher);
 }
 
 // The keys of the next block with tokens, or null.
@@ -146,7 +183,7 @@ const T* next_keys(const Args& args, const Task& task, int64_t index) {
 template <int kWidth, class T>
 void attend(const Args& args, const Task& task, float* states) {
   static thread_local Workspace work;
-  prepare<T>(args, task.lane, work);
+  prepare<kWidth, T>(args, task.lane, work);
   const int stride = state_stride<T>(args);
   for (int g = 0; g < args.group; ++g) {
     std::fill(states + g * stride, states + (g + 1) * stride, 0.0f);
@@ -227,7 +264,7 @@ void run(ffi::ThreadPool& threads, const Args& args) {
 // Widths that are known to the compiler are some tenths faster; for the rest one version saves seconds of compiling.
 template <class T>
 void dispatch(ffi::ThreadPool& threads, const Args& args) {
-  if constexpr (std::is_same_v<T, Bf16>) {
+  if constexpr (!std::is_same_v<T, float>) {
     if (args.shape.head_dim == 64) return run<64, T>(threads, args);
     if (args.shape.head_dim == 128) return run<128, T>(threads, args);
   }

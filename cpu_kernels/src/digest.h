@@ -34,9 +34,10 @@ inline void summarise_lanes(Row&& row, int n, DigestMethod method, F32& centre, 
   radius = sum / count;
 }
 
-// Writes the digest `[2, width]` of the first n of a block's keys; no key: zeros.
+// Writes the digest `[2, width]` of the first n of a block's keys; no key: zeros. Keys are what is stored times `scale`
+// (1 unless the pool is int8).
 template <class T, class D>
-void summarise(const T* keys, int width, int n, DigestMethod method, D* digest) {
+void summarise(const T* keys, int width, int n, float scale, DigestMethod method, D* digest) {
   constexpr int kVectors = Steps<T>::kVectors, kSize = Steps<T>::kSize;
   for (int d = 0; d < width; d += kSize) {
     const int dims = width - d < kSize ? width - d : kSize;
@@ -54,8 +55,8 @@ void summarise(const T* keys, int width, int n, DigestMethod method, D* digest) 
         return x[c];
       };
       summarise_lanes(row, n, method, centre, radius);
-      store(summary[0] + c * kLanes, centre);
-      store(summary[1] + c * kLanes, radius);
+      store(summary[0] + c * kLanes, centre * scale);
+      store(summary[1] + c * kLanes, radius * scale);
     }
     for (int i = 0; i < dims; ++i) {
       digest[d + i] = from_float<D>(summary[0][Steps<T>::place(i)]);
@@ -75,14 +76,14 @@ struct Digests {
            dim(buffer, 3) == shape.head_dim && is_float(buffer);
   }
 
-  // Renews the digest of one (block, head); ids that do not exist are dropped.
+  // Renews the digest of one (block, head); ids that do not exist are dropped. `scale`: see `summarise`.
   template <class T>
-  void write(int64_t id, int64_t head, const T* keys, int n, const PoolShape& shape) const {
+  void write(int64_t id, int64_t head, const T* keys, int n, const PoolShape& shape, float scale = 1.0f) const {
     if (id < 0 || id >= dim(buffer, 0)) return;
     const int64_t offset = (id * shape.num_heads + head) * 2 * shape.head_dim;
     with_float_type(buffer.element_type(), [&](auto* type) {
       auto* digest = static_cast<decltype(type)>(buffer.untyped_data()) + offset;
-      summarise(keys, shape.head_dim, n, method, digest);
+      summarise(keys, shape.head_dim, n, scale, method, digest);
     });
   }
 };

@@ -30,6 +30,7 @@ struct Call {
   PoolShape shape;
   const int32_t *tables, *tile_prompt, *tile_start, *tile_tokens;
   const bool* tile_mask;  // null = none
+  const float* kv_scales;  // of an int8 pool; null = none
   float* out;
   int num_tiles, num_q_heads, num_key_tiles, max_blocks;
   float scale;
@@ -152,7 +153,7 @@ class UnitRunner {
     int end = 0;
     for (const Panel& panel : panels_) end = std::max(end, panel.last() + 1);
     const int32_t* table = call_.tables + static_cast<int64_t>(call_.tile_prompt[unit_.tile]) * call_.max_blocks;
-    Worker worker({static_cast<const T*>(call_.pool), call_.shape, table, unit_.head, end, head_dim_}, call_.scale, memory);
+    Worker worker({call_.pool, call_.shape, table, unit_.head, end, head_dim_, call_.kv_scales}, call_.scale, memory);
     for (int chunk = 0; chunk < end; chunk += kChunkKeys) {
       bool any = false;
       for (int key = chunk; key < std::min(end, chunk + kChunkKeys); key += kTile) {
@@ -218,20 +219,26 @@ void run(const Call& call, float*, ffi::ThreadPool& pool) { run_units<float, Vec
 
 ffi::Error prefill_attention(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints tables,
                              Ints tile_prompt, Ints tile_start, Ints tile_tokens, ffi::Buffer<ffi::PRED> tile_mask,
-                             ffi::ResultBuffer<ffi::F32> out, float scale, bool allow_amx) {
+                             Floats kv_scales, ffi::ResultBuffer<ffi::F32> out, float scale, bool allow_amx) {
   SPARSESERVE_CHECK(rank(q) == 3 && is_pool(pool) && rank(tile_mask) == 3, "prefill_attention: wrong ranks");
   const PoolShape shape(pool);
   const int num_tiles = static_cast<int>(dim(tile_start, 0));
   SPARSESERVE_CHECK(dim(q, 0) == int64_t{num_tiles} * kTile, "prefill_attention: queries are not tiles of 128 tokens");
   SPARSESERVE_CHECK(dim(q, 2) == shape.head_dim && dim(q, 1) % shape.num_heads == 0, "prefill_attention: wrong heads");
   SPARSESERVE_CHECK(shape.head_dim % 2 == 0, "prefill_attention: head_dim must be even");
-  SPARSESERVE_CHECK(is_bf16(q.element_type()) == is_bf16(pool.element_type()), "prefill_attention: q is not as the pool");
+  const bool quantised = pool.element_type() == ffi::DataType::S8;
+  SPARSESERVE_CHECK(is_float(pool) || quantised, "prefill_attention: pools are bfloat16, float32 or int8");
+  SPARSESERVE_CHECK(is_float(q) && is_bf16(q.element_type()) == (quantised || is_bf16(pool.element_type())),
+                    "prefill_attention: q is not as the pool, or not bfloat16 for an int8 pool");
+  const int64_t num_scales = kv_scales.element_count();
+  SPARSESERVE_CHECK(num_scales == (quantised ? shape.num_blocks * shape.num_heads * 2 : 0),
+                    "prefill_attention: kv_scales is [num_blocks, num_kv_heads, 2], for an int8 pool only");
   Call call{q.untyped_data(), pool.untyped_data(), shape, tables.typed_data(), tile_prompt.typed_data(),
             tile_start.typed_data(), tile_tokens.typed_data(),
             // One without key tiles stands for none.
-            dim(tile_mask, 2) == 0 ? nullptr : tile_mask.typed_data(), out->typed_data(), num_tiles,
-            static_cast<int>(dim(q, 1)), static_cast<int>(dim(tile_mask, 2)), static_cast<int>(dim(tables, 1)), scale,
-            allow_amx};
+            dim(tile_mask, 2) == 0 ? nullptr : tile_mask.typed_data(), quantised ? kv_scales.typed_data() : nullptr,
+            out->typed_data(), num_tiles, static_cast<int>(dim(q, 1)), static_cast<int>(dim(tile_mask, 2)),
+            static_cast<int>(dim(tables, 1)), scale, allow_amx};
   for (int i = 0; i < num_tiles; ++i) {
     const int64_t start = call.tile_start[i], tokens = call.tile_tokens[i], prompt = call.tile_prompt[i];
     if (tokens == 0) continue;
@@ -240,8 +247,7 @@ ffi::Error prefill_attention(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, 
                           start + tokens <= int64_t{call.max_blocks} * shape.block_size,
                       "prefill_attention: tile past its block table");
   }
-  const bool known = with_float_type(pool.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
-  SPARSESERVE_CHECK(known, "prefill_attention: pools are bfloat16 or float32");
+  with_float_type(q.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
   return ffi::Error::Success();
 }
 
@@ -258,6 +264,7 @@ SPARSESERVE_FFI_HANDLER(SparseServePrefillAttention, sparseserve::prefill::prefi
                             .Arg<sparseserve::Ints>()
                             .Arg<sparseserve::Ints>()
                             .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                            .Arg<sparseserve::Floats>()
                             .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                             .Attr<float>("scale")
                             .Attr<bool>("allow_amx"));

@@ -34,6 +34,7 @@ struct Call {
   const void* pool;
   PoolShape shape;
   const int32_t *tables, *tile_prompt, *tile_start, *tile_tokens;
+  const float* kv_scales;  // of an int8 pool; null = none
   bool* out;  // [num_tiles][num_q_heads][num_key_tiles]
   int num_tiles, num_q_heads, num_key_tiles, max_blocks;
   float scale, threshold;
@@ -123,7 +124,7 @@ class UnitRunner {
     allocate(num_panels, most * kGroups, (end + kTile - 1) / kTile);
     for (int p = 0; p < num_panels; ++p) read_queries(p);
     const int32_t* table = call_.tables + static_cast<int64_t>(call_.tile_prompt[unit_.tile]) * call_.max_blocks;
-    const Prompt<T> prompt{static_cast<const T*>(call_.pool), call_.shape, table, unit_.head, end, head_dim_};
+    const Prompt<T> prompt{call_.pool, call_.shape, table, unit_.head, end, head_dim_, call_.kv_scales};
     Product::begin();
     for (int first = 0; first * kTile < end; first += most) {
       const int last = std::min(first + most, (end + kTile - 1) / kTile);
@@ -312,17 +313,24 @@ void run(const Call& call, float*, ffi::ThreadPool& pool) { run_units<float, ByV
 // --- XLA -------------------------------------------------------------------------------------------------------------
 
 ffi::Error select_key_tiles(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints tables,
-                            Ints tile_prompt, Ints tile_start, Ints tile_tokens, ffi::ResultBuffer<ffi::PRED> out,
-                            float scale, float threshold, int32_t dense_tokens, bool allow_amx) {
+                            Ints tile_prompt, Ints tile_start, Ints tile_tokens, Floats kv_scales,
+                            ffi::ResultBuffer<ffi::PRED> out, float scale, float threshold, int32_t dense_tokens, bool allow_amx) {
   SPARSESERVE_CHECK(rank(q) == 3 && is_pool(pool) && rank(*out) == 3, "select_key_tiles: wrong ranks");
   const PoolShape shape(pool);
   const int num_tiles = static_cast<int>(dim(tile_start, 0));
   SPARSESERVE_CHECK(dim(q, 0) == int64_t{num_tiles} * kTile, "select_key_tiles: queries are not tiles of 128 tokens");
   SPARSESERVE_CHECK(dim(q, 2) == shape.head_dim && dim(q, 1) % shape.num_heads == 0, "select_key_tiles: wrong heads");
   SPARSESERVE_CHECK(shape.head_dim % 4 == 0, "select_key_tiles: head_dim must be a multiple of 4");
-  SPARSESERVE_CHECK(is_bf16(q.element_type()) == is_bf16(pool.element_type()), "select_key_tiles: q is not as the pool");
+  const bool quantised = pool.element_type() == ffi::DataType::S8;
+  SPARSESERVE_CHECK(is_float(pool) || quantised, "select_key_tiles: pools are bfloat16, float32 or int8");
+  SPARSESERVE_CHECK(is_float(q) && is_bf16(q.element_type()) == (quantised || is_bf16(pool.element_type())),
+                    "select_key_tiles: q is not as the pool, or not bfloat16 for an int8 pool");
+  const int64_t num_scales = kv_scales.element_count();
+  SPARSESERVE_CHECK(num_scales == (quantised ? shape.num_blocks * shape.num_heads * 2 : 0),
+                    "select_key_tiles: kv_scales is [num_blocks, num_kv_heads, 2], for an int8 pool only");
   const Call call{q.untyped_data(), pool.untyped_data(), shape, tables.typed_data(), tile_prompt.typed_data(),
-                  tile_start.typed_data(), tile_tokens.typed_data(), out->typed_data(), num_tiles,
+                  tile_start.typed_data(), tile_tokens.typed_data(), quantised ? kv_scales.typed_data() : nullptr,
+                  out->typed_data(), num_tiles,
                   static_cast<int>(dim(q, 1)), static_cast<int>(dim(*out, 2)), static_cast<int>(dim(tables, 1)), scale,
                   threshold, dense_tokens, allow_amx};
   for (int i = 0; i < num_tiles; ++i) {
@@ -334,8 +342,7 @@ ffi::Error select_key_tiles(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, f
                       "select_key_tiles: tile past its block table");
     SPARSESERVE_CHECK(start % kStride == 0, "select_key_tiles: tile does not start on a group of 8 tokens");
   }
-  const bool known = with_float_type(pool.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
-  SPARSESERVE_CHECK(known, "select_key_tiles: pools are bfloat16 or float32");
+  with_float_type(q.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
   return ffi::Error::Success();
 }
 
@@ -351,6 +358,7 @@ SPARSESERVE_FFI_HANDLER(SparseServeSelectKeyTiles, sparseserve::prefill::select_
                             .Arg<sparseserve::Ints>()
                             .Arg<sparseserve::Ints>()
                             .Arg<sparseserve::Ints>()
+                            .Arg<sparseserve::Floats>()
                             .Ret<xla::ffi::Buffer<xla::ffi::PRED>>()
                             .Attr<float>("scale")
                             .Attr<float>("threshold")

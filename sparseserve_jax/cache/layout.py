@@ -1,6 +1,7 @@
 """How KV bytes become blocks: sizes of both tiers, their split, and the errors when a budget is too small. No JAX.
 
-A *piece* is one block of one layer and one KV head, K and V together (16 KiB at block 32, head_dim 128, bf16).
+A *piece* is one block of one layer and one KV head, K and V together (16 KiB at block 32, head_dim 128, bf16), with
+its two scales if KV is int8.
 A *block* id stands for the pieces of all layers and heads of the same tokens; a device *slot* id likewise for all
 sparse layers (what a slot holds differs by layer and head).
 """
@@ -11,7 +12,9 @@ import dataclasses
 
 from sparseserve_jax.config import EngineConfig
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+SCALE_BYTES = 4
+"""Of K or V of an int8 piece."""
 MAX_PACKED_PROMPTS = 8
 """Prompts that share one prefill call at most."""
 
@@ -40,7 +43,7 @@ class KVLayout:
         num_staging_blocks: device blocks that hold one layer of a prompt during prefill (tiered), else 0.
         max_blocks_per_seq: blocks of a sequence of max_model_len tokens.
         min_grant_slots / max_grant_slots: bounds of one request's grant of slots.
-        device_bytes: bytes of all device KV arrays (pools, digests, staging, null blocks).
+        device_bytes: bytes of all device KV arrays (pools, scales, digests, staging, null blocks).
         host_bytes: bytes of the host pools, null blocks included; 0 if unified.
     """
 
@@ -116,8 +119,8 @@ class _Sizes:
 
 
 def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
-    itemsize = DTYPE_BYTES[config.dtype]
-    piece_bytes = 2 * config.block_size * shape.head_dim * itemsize
+    values = 2 * config.block_size * shape.head_dim
+    piece_bytes = values * DTYPE_BYTES[config.kv_dtype or config.dtype] + (2 * SCALE_BYTES if config.kv_dtype else 0)
     max_blocks = -(-max_model_len // config.block_size)
     budget = config.sparse_budget_blocks
     dense = shape.num_layers if budget is None else min(config.num_dense_layers, shape.num_layers)
@@ -125,7 +128,7 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
     return _Sizes(
         piece_bytes=piece_bytes,
         layer_block_bytes=shape.num_kv_heads * piece_bytes,
-        layer_digest_bytes=shape.num_kv_heads * 2 * shape.head_dim * itemsize,
+        layer_digest_bytes=shape.num_kv_heads * 2 * shape.head_dim * DTYPE_BYTES[config.dtype],
         num_dense_layers=dense,
         num_sparse_layers=shape.num_layers - dense,
         selection_blocks=0 if budget is None or dense == shape.num_layers else min(budget * group, max_blocks),

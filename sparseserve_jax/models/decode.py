@@ -57,6 +57,7 @@ class _Layer:
     """The KV arrays of one layer while the step is traced."""
 
     pool: Array
+    scales: Array | None = None
     digests: Array | None = None
     resident: Array | None = None
     last_selected: Array | None = None
@@ -103,13 +104,14 @@ def _attend_dense(
     tables = inputs.dense_tables if spec.layout.tiered else inputs.block_tables
     newest, num_valid = _newest(inputs, spec.layout.block_size)
     blocks = jnp.broadcast_to(jnp.take_along_axis(tables, newest[:, None], axis=1), k.shape[:2])
-    layer.pool, _ = spec.kernels.append_tokens(
-        layer.pool, None, k, v, blocks, num_valid, jnp.zeros_like(num_valid), method=spec.selection
+    layer.pool, _, layer.scales = spec.kernels.append_tokens(
+        layer.pool, None, k, v, blocks, num_valid, jnp.zeros_like(num_valid), layer.scales, method=spec.selection
     )
     logical = jnp.arange(tables.shape[1])[None, None, :]
     counts = _valid_tokens(jnp.broadcast_to(logical, (tables.shape[0], k.shape[1], tables.shape[1])), inputs, spec)
     ids = jnp.broadcast_to(tables[:, None, :], counts.shape)
-    return spec.kernels.decode_attention(q, layer.pool, ids, counts, None, scale=spec.scale), None
+    out = spec.kernels.decode_attention(q, layer.pool, ids, counts, None, scale=spec.scale, kv_scales=layer.scales)
+    return out, None
 
 
 def _attend_sparse(
@@ -131,11 +133,13 @@ def _attend_sparse(
     is_newest = selected == newest[:, None, None]
     write_to = jnp.where(is_newest, locations, 0).sum(-1)  # one match a head
     newest_ids = jnp.take_along_axis(inputs.block_tables, newest[:, None], axis=1)[:, 0]
-    layer.pool, layer.digests = kernels.append_tokens(
-        layer.pool, layer.digests, k, v, write_to, num_valid, newest_ids, method=spec.selection
+    layer.pool, layer.digests, layer.scales = kernels.append_tokens(
+        layer.pool, layer.digests, k, v, write_to, num_valid, newest_ids, layer.scales, method=spec.selection
     )
     counts = jnp.where(selected >= 0, _valid_tokens(selected, inputs, spec), 0)
-    out = kernels.decode_attention(q, layer.pool, locations, counts, query_mask, scale=spec.scale)
+    out = kernels.decode_attention(
+        q, layer.pool, locations, counts, query_mask, scale=spec.scale, kv_scales=layer.scales
+    )
     return out, (_stats(spec, inputs, selected, missing, layer.last_selected), selected)
 
 
@@ -211,7 +215,8 @@ def _valid_tokens(logical: Array, inputs: DecodeInputs, spec: StepSpec) -> Array
 
 
 def _split(state: KVState, num_dense_layers: int) -> list[_Layer]:
-    layers = [_Layer(pool=pool) for pool in state.pools]
+    scales = state.scales or (None,) * len(state.pools)
+    layers = [_Layer(pool=pool, scales=scale) for pool, scale in zip(state.pools, scales, strict=True)]
     for index, layer in enumerate(layers[num_dense_layers:]):
         layer.digests = state.digests[index]
         layer.last_selected = state.last_selected[index]
@@ -222,6 +227,7 @@ def _split(state: KVState, num_dense_layers: int) -> list[_Layer]:
 def _join(layers: list[_Layer]) -> KVState:
     return KVState(
         pools=tuple(layer.pool for layer in layers),
+        scales=tuple(layer.scales for layer in layers if layer.scales is not None),
         digests=tuple(layer.digests for layer in layers if layer.digests is not None),
         resident=tuple(layer.resident for layer in layers if layer.resident is not None),
         last_selected=tuple(layer.last_selected for layer in layers if layer.last_selected is not None),

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float32, Int, Num
 
 from pallas_kernels.api import Kernels
 from pallas_kernels.storage import storage_dtype
@@ -79,6 +79,7 @@ class KVState:
     Attributes:
         pools: per layer. Unified: `num_blocks + 1` blocks. Tiered: `num_dense_blocks + 1` (dense layers) or
             `num_slots + 1` (sparse layers).
+        scales: per layer, int8 pools only: of K and V of each (block, head); see `pallas_kernels.quantise`.
         digests: per sparse layer, (centre, radius) by block id of the tier that holds the whole sequence.
         resident: per sparse layer, tiered only: logical block in each slot of a sequence's grant, -1 = empty.
         last_selected: per sparse layer: the position of the query that last selected a block; NEVER = not yet.
@@ -86,6 +87,7 @@ class KVState:
     """
 
     pools: tuple[Num[Array, "_ num_kv_heads 2 block_size head_dim"], ...]
+    scales: tuple[Float32[Array, "_ num_kv_heads 2"], ...]
     digests: tuple[Num[Array, "num_blocks num_kv_heads 2 head_dim"], ...]
     resident: tuple[Int[Array, "num_rows num_kv_heads max_slots"], ...]
     last_selected: tuple[Int[Array, "num_rows num_kv_heads max_blocks"], ...]
@@ -96,17 +98,19 @@ def pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, i
     return (num_blocks + 1, layout.num_kv_heads, 2, layout.block_size, layout.head_dim)
 
 
-def allocate_kv_state(layout: KVLayout, dtype: str, platform: str) -> KVState:
+def allocate_kv_state(layout: KVLayout, config: EngineConfig, kernels: Kernels, platform: str) -> KVState:
     """Zeroed pools and empty tables, all that the engine will ever allocate for KV on the device."""
-    stored = storage_dtype(jnp.dtype(dtype), platform)
+    stored = storage_dtype(jnp.dtype(config.dtype), platform)
+    pool_dtype = jnp.dtype(config.kv_dtype) if config.kv_dtype else stored
     sizes = [layout.num_blocks] * layout.num_layers
     if layout.tiered:
         sizes = [layout.num_dense_blocks] * layout.num_dense_layers + [layout.num_slots] * layout.num_sparse_layers
     sparse = range(layout.num_sparse_layers)
     rows, heads = layout.max_num_seqs + 1, layout.num_kv_heads
     return KVState(
-        pools=tuple(jnp.zeros(pool_shape(layout, size), stored) for size in sizes),
-        digests=tuple(jnp.zeros((layout.num_blocks + 1, heads, 2, layout.head_dim), stored) for _ in sparse),
+        pools=tuple(kernels.zeros(pool_shape(layout, size), pool_dtype) for size in sizes),
+        scales=tuple(jnp.zeros((size + 1, heads, 2), jnp.float32) for size in sizes if config.kv_dtype),
+        digests=tuple(kernels.zeros((layout.num_blocks + 1, heads, 2, layout.head_dim), stored) for _ in sparse),
         resident=tuple(jnp.full((rows, heads, layout.max_grant_slots), -1, jnp.int32) for _ in sparse if layout.tiered),
         last_selected=tuple(jnp.full((rows, heads, layout.max_blocks_per_seq), NEVER, jnp.int32) for _ in sparse),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import to_storage
@@ -47,55 +47,62 @@ class PrefillCall:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("spec", "single_prompt", "sparse"), donate_argnames=("hidden", "pool", "digests")
+    jax.jit,
+    static_argnames=("spec", "single_prompt", "sparse"),
+    donate_argnames=("hidden", "pool", "digests", "scales"),
 )
 def prefill_layer(
     layer_params: Any,
     hidden: Float[Array, "num_tokens hidden"],
     pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
     digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
+    scales: Float32[Array, "num_blocks num_kv_heads 2"] | None,
     call: PrefillCall,
     *,
     spec: StepSpec,
     single_prompt: bool,
     sparse: bool = False,
-) -> tuple[Array, Array, Array | None, Num[Array, "num_runs num_kv_heads 2 block_size head_dim"]]:
+) -> tuple[Array, Array, Array | None, Array | None, Num[Array, "num_runs num_kv_heads 2 block_size head_dim"]]:
     """Runs one layer over the call's tokens.
 
     Args:
         digests: the layer's digests, or None for a dense layer.
+        scales: those of an int8 pool, or None.
         single_prompt: the call holds one prompt, so attention may use larger tiles.
         sparse: queries attend to the key tiles that `select_key_tiles` keeps, by `spec.prefill_sparsity`.
 
     Returns:
-        hidden, pool and digests (donated, updated), and the call's KV blocks.
+        hidden, pool, digests and scales (donated, updated), and the call's KV blocks, not quantised.
     """
     config, kernels, block_size = spec.model, spec.kernels, spec.layout.block_size
     num_tokens = hidden.shape[0]
     cos, sin = rope_cos_sin(call.positions, *rope_frequencies(config))
     merge = 1 if not single_prompt else max(m for m in (1, 2, 4) if num_tokens % (m * PREFILL_TILE) == 0)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array | None, Array]]:
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array | None, Array | None, Array]]:
         real = (jnp.arange(block_size)[None, :] < call.block_tokens[:, None]).reshape(-1, 1, 1)
         kv = jnp.where(real[:, None], jnp.stack([k, v], axis=1), 0)  # [num_tokens, 2, heads, head_dim]
         blocks = kv.reshape(-1, block_size, 2, config.num_kv_heads, config.head_dim).transpose(0, 3, 2, 1, 4)
-        stored = to_storage(blocks, pool.dtype)
-        new_pool, new_digests = kernels.append_blocks(
-            pool, digests, stored, call.pool_ids, call.block_tokens, call.digest_ids, method=spec.selection
+        stored = to_storage(blocks, pool.dtype) if scales is None else blocks
+        new_pool, new_digests, new_scales = kernels.append_blocks(
+            pool, digests, stored, call.pool_ids, call.block_tokens, call.digest_ids, scales, method=spec.selection
         )
         where = (q, new_pool, call.block_tables, call.tile_prompt, call.tile_start, call.tile_tokens)
         tile_mask = None
         if sparse:
             tile_mask = kernels.select_key_tiles(
-                *where, scale=spec.scale, threshold=spec.prefill_sparsity, dense_tokens=spec.prefill_dense_tokens
-            )
-        out = kernels.prefill_attention(*where, tile_mask, scale=spec.scale, merge_tiles=merge)
-        return out, (new_pool, new_digests, stored)
+                *where, scale=spec.scale, threshold=spec.prefill_sparsity, dense_tokens=spec.prefill_dense_tokens,
+                kv_scales=new_scales,
+            )  # fmt: skip
+        out = kernels.prefill_attention(
+            *where, tile_mask, scale=spec.scale, merge_tiles=merge, kv_scales=new_scales
+        )
+        return out, (new_pool, new_digests, new_scales, stored)
 
-    hidden, (pool, digests, blocks) = run_layer(
+    hidden, (pool, digests, scales, blocks) = run_layer(
         config, spec.dtype, layer_params, hidden, cos, sin, attend, kernels=kernels
     )
-    return hidden, pool, digests, blocks
+    return hidden, pool, digests, scales, blocks
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))

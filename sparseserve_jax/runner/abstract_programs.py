@@ -58,7 +58,7 @@ class AbstractRunner:
         )  # fmt: skip
         self.spec = make_spec(config, model, self.layout, get_kernels(config.implementation, platform))
         self.params = abstract(abstract_params(model, config.dtype, config.weight_dtype))
-        self.state = abstract(jax.eval_shape(lambda: allocate_kv_state(self.layout, config.dtype, platform)))
+        self.state = abstract(jax.eval_shape(lambda: allocate_kv_state(self.layout, config, self.spec.kernels, platform)))
         self._stored = storage_dtype(jnp.dtype(config.dtype), platform)
         self._tables = SequenceTables(self.layout)
 
@@ -92,7 +92,8 @@ class AbstractRunner:
         staging = jax.ShapeDtypeStruct(pool_shape(layout, layout.num_staging_blocks), self._stored)
         pool = staging if layout.tiered else self.state.pools[-1]
         digests = self.state.digests[-1] if self.state.digests else None
-        args = (self.params["layers"][-1], *abstract((hidden, pool)), digests, abstract(call.call))
+        scales = self.state.scales[-1] if self.state.scales else None
+        args = (self.params["layers"][-1], *abstract((hidden, pool)), digests, scales, abstract(call.call))
         sparse = self.spec.prefills_sparsely(layout.num_layers - 1)
         kwargs = {"spec": self.spec, "single_prompt": True, "sparse": sparse}
         return Program(function=prefill_layer, args=args, kwargs=kwargs)

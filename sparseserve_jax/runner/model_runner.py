@@ -119,7 +119,7 @@ class ModelRunner:
             shape = pool_shape(layout, layout.num_blocks)
             self._host_pools = allocate_host_pools(layout.num_layers, shape, stored, device)
             self._staging = commit(jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored), device)
-        self._state = commit(allocate_kv_state(layout, config.dtype, device.platform), device)
+        self._state = commit(allocate_kv_state(layout, config, kernels, device.platform), device)
         self._staged: tuple[str, int, int] | None = None  # request, layer, tokens that the staging buffer holds
         self._tables = SequenceTables(layout)
         self._sequences: dict[str, Sequence] = {}
@@ -144,8 +144,8 @@ class ModelRunner:
         self._sampler.force_token(self._sequences[request_id], token_id)
 
     def device_kv_bytes(self) -> int:
-        """Bytes of the device KV arrays that exist now (pools, digests, staging), read off the arrays."""
-        arrays = [*self._state.pools, *self._state.digests]
+        """Bytes of the device KV arrays that exist now (pools, scales, digests, staging), read off the arrays."""
+        arrays = [*self._state.pools, *self._state.scales, *self._state.digests]
         return sum(a.nbytes for a in arrays) + (0 if self._staging is None else self._staging.nbytes)
 
     def host_kv_bytes(self) -> int:
@@ -157,11 +157,14 @@ class ModelRunner:
         return sum(a.nbytes for a in (*self._state.resident, *self._state.last_selected))
 
     def block_checksums(self, request_id: str) -> list[np.ndarray]:
-        """Per layer the sums of bytes of the request's full blocks, in the tier that holds it whole (tests)."""
+        """Per layer the sums of bytes of the request's full blocks, in the tier that holds it whole (tests).
+
+        Scales of int8 blocks count; their sums follow those of the pools.
+        """
         sequence = self._sequences[request_id]
         ids = sequence.block_ids[: sequence.num_computed // self.layout.block_size]
-        pools = self._host_pools or self._state.pools
-        return [np.asarray(pool)[ids].view(np.uint8).astype(np.uint64).sum(axis=(1, 2, 3, 4)) for pool in pools]
+        arrays = [np.asarray(array)[ids] for array in (*(self._host_pools or self._state.pools), *self._state.scales)]
+        return [a.view(np.uint8).sum(axis=tuple(range(1, a.ndim)), dtype=np.uint64) for a in arrays]
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
 
@@ -410,11 +413,12 @@ class ModelRunner:
         layout, state = self.layout, self._state
         sparse = layer - layout.num_dense_layers
         digests = state.digests[sparse] if sparse >= 0 else None
+        scales = state.scales[layer] if state.scales else None
         if layout.tiered and call.items:
             self._fill_staging(call, layer)
         pool = self._staging if layout.tiered else state.pools[layer]
-        call.hidden, pool, digests, blocks = prefill_layer(
-            self.params["layers"][layer], call.hidden, pool, digests, call.call,
+        call.hidden, pool, digests, scales, blocks = prefill_layer(
+            self.params["layers"][layer], call.hidden, pool, digests, scales, call.call,
             spec=self.spec, single_prompt=call.is_single, sparse=self.spec.prefills_sparsely(layer),
         )  # fmt: skip
         if layout.tiered:
@@ -426,6 +430,8 @@ class ModelRunner:
             self._state = dataclasses.replace(state, pools=_replaced(state.pools, layer, pool))
         if digests is not None:
             self._state = dataclasses.replace(self._state, digests=_replaced(self._state.digests, sparse, digests))
+        if scales is not None:
+            self._state = dataclasses.replace(self._state, scales=_replaced(self._state.scales, layer, scales))
 
     def _fill_staging(self, call: OpenCall, layer: int) -> None:
         """Earlier tokens of the prompt must be in the staging buffer; loads them where the last call was another's."""

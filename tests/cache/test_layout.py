@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.api import get_kernels
 from sparseserve_jax.cache.layout import KVShape, plan_layout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.kv_state import allocate_kv_state
@@ -176,16 +177,36 @@ def test_sizes_of_a_unified_layout():
     assert layout.selection_blocks == 8
 
 
-@pytest.mark.parametrize("kv_tiers", ["unified", "tiered"])
-def test_the_state_of_an_engine_takes_the_bytes_planned(kv_tiers):
-    layout = plan(make_config(kv_tiers=kv_tiers, max_num_seqs=2))
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_tiers": "unified"}, {"kv_tiers": "tiered"}, {"kv_dtype": "int8"}, {"kv_dtype": "int8", "dtype": "float32"}],
+    ids=str,
+)
+def test_the_state_of_an_engine_takes_the_bytes_planned(changes):
+    config = make_config(max_num_seqs=2, **changes)
+    layout = plan(config)
 
     def arrays():
-        state = allocate_kv_state(layout, "bfloat16", "cpu")
-        return *state.pools, *state.digests
+        state = allocate_kv_state(layout, config, get_kernels("reference", "cpu"), "cpu")
+        return *state.pools, *state.scales, *state.digests
 
     staging = (layout.num_staging_blocks + 1) * BLOCK_BYTES if layout.tiered else 0
-    assert sum(2 * array.size for array in jax.eval_shape(arrays)) + staging == layout.device_bytes
+    held = sum(array.size * array.dtype.itemsize for array in jax.eval_shape(arrays))
+    assert held + staging == layout.device_bytes
+
+
+def test_int8_blocks_and_their_scales_take_half_the_bytes():
+    bfloat16, int8 = (plan(make_config(kv_dtype=kv_dtype, max_num_seqs=2)) for kv_dtype in (None, "int8"))
+    assert int8.piece_bytes == bfloat16.piece_bytes // 2 + 8
+    per_block = 4 * 2 * int8.piece_bytes + 3 * DIGEST_BYTES
+    assert int8.device_bytes == (int8.num_blocks + 1) * per_block
+    budget = 100 * (4 * BLOCK_BYTES + 3 * DIGEST_BYTES)
+    few, many = (
+        plan(make_config(kv_dtype=kv_dtype, device_kv_bytes=budget, max_model_len=1024)).num_blocks
+        for kv_dtype in (None, "int8")
+    )
+    assert (few, many) == (99, budget // per_block - 1)
+    assert many > 1.9 * few
 
 
 def test_unified_shortens_sequences_that_nobody_asked_for():

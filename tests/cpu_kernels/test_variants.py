@@ -75,7 +75,8 @@ def test_decode_attention_of_an_int8_pool(shape):
     arrays = (floats(case.q, "bfloat16"), values.astype(np.int8), case.block_ids, case.num_valid, None)
     op = functools.partial(ops.decode_attention, scale=shape.scale)
     out = call(lambda *args: op(*args[:-1], kv_scales=args[-1]), *arrays, scales)
-    assert_close(out, case.expected(shape.scale), "float32", "attention")
+    # With AVX512-VNNI queries and weights are int16: 2^-16 of the largest of each.
+    np.testing.assert_allclose(out, case.expected(shape.scale), rtol=1e-4, atol=1e-4)
 
 
 def test_a_result_does_not_depend_on_batch_mates_or_on_the_width_of_the_table():
@@ -102,7 +103,7 @@ def test_append(dtype, shape, method):
     for block, count in enumerate(num_valid):
         blocks[block, :, :, count:] = np.nan
     args = (stored(pool, dtype), digests, stored(blocks, dtype), ids, num_valid, ids)
-    out, out_digests = call(ops.append_blocks, *args, method=method)
+    out, out_digests, _ = call(ops.append_blocks, *args, method=method)
     expected = oracle.append_blocks(pool, blocks, ids)
     np.testing.assert_array_equal(loaded(out), expected)
     assert_digests(out_digests, ids, *oracle.block_digests(blocks[:, :, 0], num_valid, method), dtype)
@@ -111,7 +112,7 @@ def test_append(dtype, shape, method):
     where = np.full((1, shape.num_kv_heads), 7)
     count = np.array([shape.block_size - 2])
     args = (out, out_digests, floats(k, dtype), floats(v, dtype), where, count, np.array([2]))
-    out, out_digests = call(ops.append_tokens, *args, method=method)
+    out, out_digests, _ = call(ops.append_tokens, *args, method=method)
     expected = oracle.append_tokens(expected, k, v, where, count - 1)
     np.testing.assert_array_equal(loaded(out), expected)
     keys = expected[7:8, :, 0]

@@ -199,7 +199,7 @@ def test_append_blocks(implementation, dtype, shape, method, seed, num_padding):
         blocks[block, :, :, count:] = np.nan
     digests = rng.normal(size=(12, shape.num_kv_heads, 2, shape.head_dim)).astype(np.float32)
     args = (stored(pool, dtype), digests, stored(blocks, dtype), ids, num_valid, digest_ids)
-    out, out_digests = call(implementation, "append_blocks", *args, method=method)
+    out, out_digests, _ = call(implementation, "append_blocks", *args, method=method)
     expected = oracle.append_blocks(pool, blocks, ids)
     np.testing.assert_array_equal(loaded(out)[1:], expected[1:])
     untouched = np.setdiff1d(np.arange(1, 12), digest_ids)
@@ -208,7 +208,7 @@ def test_append_blocks(implementation, dtype, shape, method, seed, num_padding):
     assert_digests(out_digests, digest_ids[~padding], hi, lo, dtype)
     if padding.any():
         assert not out_digests[0].any()
-    plain, none = call(implementation, "append_blocks", args[0], None, *args[2:], method=method)
+    plain, none, _ = call(implementation, "append_blocks", args[0], None, *args[2:], method=method)
     assert none is None
     np.testing.assert_array_equal(plain[1:], out[1:])
 
@@ -224,10 +224,10 @@ def test_append_blocks_comparison_has_teeth(implementation, dtype, method):
     hi, lo = oracle.block_digests(blocks[:, :, 0], num_valid, method)
     for wrong_blocks, wrong_valid in ((blocks[:, :, ::-1], num_valid), (blocks, num_valid - 1)):
         args = (stored(pool, dtype), digests, stored(wrong_blocks, dtype), ids, wrong_valid, ids)
-        _, out_digests = call(implementation, "append_blocks", *args, method=method)
+        _, out_digests, _ = call(implementation, "append_blocks", *args, method=method)
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             assert_digests(out_digests, ids, hi, lo, dtype)
-    swapped, _ = call(
+    swapped, _, _ = call(
         implementation, "append_blocks", stored(pool, dtype), None, stored(blocks[:, :, ::-1], dtype), ids, num_valid,
         ids, method=method,
     )  # fmt: skip
@@ -254,7 +254,7 @@ def test_append_tokens(implementation, dtype, shape, method, seed, num_padding):
         pool[block, head, :, max(num_valid[seq] - 1, 0) :] = np.nan
     digests = rng.normal(size=(9, shape.num_kv_heads, 2, shape.head_dim)).astype(np.float32)
     args = [stored(pool, dtype), digests, floats(k, dtype), floats(v, dtype), ids, num_valid, digest_ids]
-    out, out_digests = call(implementation, "append_tokens", *args, method=method)
+    out, out_digests, _ = call(implementation, "append_tokens", *args, method=method)
     expected = oracle.append_tokens(pool, k, v, ids, np.maximum(num_valid - 1, 0))
     np.testing.assert_array_equal(loaded(out)[1:], expected[1:])
     untouched = np.setdiff1d(np.arange(1, 9), digest_ids)
@@ -262,12 +262,12 @@ def test_append_tokens(implementation, dtype, shape, method, seed, num_padding):
     real = np.flatnonzero(~padding)
     newest = expected[ids[real], np.arange(shape.num_kv_heads), 0]  # [real seqs, heads, block_size, head_dim]
     assert_digests(out_digests, digest_ids[real], *oracle.block_digests(newest, num_valid[real], method), dtype)
-    plain, none = call(implementation, "append_tokens", args[0], None, *args[2:], method=method)
+    plain, none, _ = call(implementation, "append_tokens", args[0], None, *args[2:], method=method)
     assert none is None
     np.testing.assert_array_equal(plain[1:], out[1:])
     if real.size:
         args[2:4] = args[3], args[2]
-        swapped, _ = call(implementation, "append_tokens", *args, method=method)
+        swapped, _, _ = call(implementation, "append_tokens", *args, method=method)
         assert not np.array_equal(loaded(swapped)[1:], expected[1:])
 
 
@@ -288,7 +288,7 @@ def test_appending_to_a_donated_pool_is_in_place(implementation, dtype):
         (kernels.append_tokens, token, token, ids[:, None], num_valid, ids),
     ):
         before, addresses = (pool, digests), [a.unsafe_buffer_pointer() for a in (pool, digests)]
-        pool, digests = jax.block_until_ready(
+        pool, digests, _ = jax.block_until_ready(
             jax.jit(functools.partial(op, method="quest"), donate_argnums=(0, 1))(*before, *args)
         )
         assert all(array.is_deleted() for array in before)
