@@ -18,7 +18,7 @@
 namespace sparseserve::linear {
 
 constexpr int kTileRows = 16, kTileDepth = 32;  // of a tile: rows, and elements of a row
-constexpr int kTileWords = kTileRows * kTileDepth / 2;
+constexpr int kTileWords = kTileRows * kTileDepth / 2, kTileFloats = kTileRows * kTileRows;
 
 // Memory of a thread, kept from call to call: fresh pages cost more than small products.
 template <class Owner, class Element>
@@ -64,10 +64,10 @@ inline void pack_tile(const T* from, int64_t stride, int rows, int columns, uint
   for (int i = 0; i < kTileRows; ++i) std::memcpy(to + i * kTileRows, &square[i], sizeof(S32));
 }
 
-// A run of tiles along one row of tiles, `steps` of them.
+// A row of such tiles, every `of`-th in memory.
 template <class T>
-inline void pack_tiles(const T* from, int64_t stride, int rows, int columns, uint32_t* to) {
-  for (int k = 0; k < columns; k += kTileDepth, to += kTileWords) {
+inline void pack_tiles(const T* from, int64_t stride, int rows, int columns, uint32_t* to, int of) {
+  for (int k = 0; k < columns; k += kTileDepth, to += of * kTileWords) {
     pack_tile(from + k, stride, rows, columns - k, to);
   }
 }
@@ -94,37 +94,51 @@ inline Rows rows_of(const T* from, int columns, int rows, Bf16* to) {
   return {to, width * int64_t{sizeof(Bf16)}};
 }
 
-// sums[i][j] = a[i] b[j], each [16][16], for two rows of tiles and one or two packed ones, `steps` tiles long. With
-// every step `lines` cache lines of each range are prefetched.
-template <int kColumns>
-SPARSESERVE_TILES inline void multiply(const Rows (&a)[2], const uint32_t* const (&b)[2], int steps, float* sums,
-                                       Prefetcher (&ahead)[2], int lines) {
+// Where tiles of results are: [32][kColumns * 16] floats, or what they start from; stride 0 repeats one row.
+struct Results {
+  float* data;
+  int64_t stride_bytes;
+};
+
+// c = start + a b: two rows of tiles with one or two packed ones, which take turns in memory, `steps` tiles long. No
+// start: zeros. `between(step)` runs with every step, beside the products.
+template <int kColumns, class Between>
+SPARSESERVE_TILES inline __attribute__((always_inline)) void multiply(const Rows (&a)[2], const uint32_t* b, int steps,
+                                                                      Results start, Results c, Between&& between) {
   SPARSESERVE_MEMORY_BARRIER();
-  _tile_zero(0);
-  _tile_zero(2);
-  if (kColumns == 2) {
+  if (start.data == nullptr) {
+    _tile_zero(0);
     _tile_zero(1);
+    _tile_zero(2);
     _tile_zero(3);
+  } else {
+    const float* lower = start.data + start.stride_bytes / sizeof(float) * kTileRows;
+    _tile_loadd(0, start.data, start.stride_bytes);
+    _tile_loadd(2, lower, start.stride_bytes);
+    if (kColumns == 2) {
+      _tile_loadd(1, start.data + kTileRows, start.stride_bytes);
+      _tile_loadd(3, lower + kTileRows, start.stride_bytes);
+    }
   }
-  for (int k = 0; k < steps; ++k) {
+  for (int k = 0; k < steps; ++k, b += kColumns * kTileWords) {
+    _tile_loadd(6, b, 64);
     _tile_loadd(4, a[0].data + k * kTileDepth, a[0].stride_bytes);
-    _tile_loadd(6, b[0] + k * kTileWords, 64);
     _tile_dpbf16ps(0, 4, 6);
+    if (kColumns == 2) {
+      _tile_loadd(7, b + kTileWords, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     _tile_loadd(5, a[1].data + k * kTileDepth, a[1].stride_bytes);
     _tile_dpbf16ps(2, 5, 6);
-    if (kColumns == 2) {
-      _tile_loadd(7, b[1] + k * kTileWords, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    ahead[0].advance(lines);
-    ahead[1].advance(lines);
+    if (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
+    between(k);
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(2, sums + 2 * 256, 64);
+  float* lower = c.data + c.stride_bytes / sizeof(float) * kTileRows;
+  _tile_stored(0, c.data, c.stride_bytes);
+  _tile_stored(2, lower, c.stride_bytes);
   if (kColumns == 2) {
-    _tile_stored(1, sums + 256, 64);
-    _tile_stored(3, sums + 3 * 256, 64);
+    _tile_stored(1, c.data + kTileRows, c.stride_bytes);
+    _tile_stored(3, lower + kTileRows, c.stride_bytes);
   }
   SPARSESERVE_MEMORY_BARRIER();
 }
@@ -172,58 +186,68 @@ class Amx {
   void few(ffi::ThreadPool& threads) {
     const int strips = static_cast<int>((call_.rows + kTileRows - 1) / kTileRows);
     uint32_t* x = scratch<Packed, uint32_t>(strips * strip_words());
-    for (int s = 0; s < strips; ++s) {
+    for (int s = 0; s < strips; ++s) {  // in pairs, which take turns
       const int64_t row = int64_t{s} * kTileRows;
-      const int rows = static_cast<int>(std::min<int64_t>(kTileRows, call_.rows - row));
-      pack_tiles(call_.x + row * call_.in, call_.in, rows, call_.in, x + s * strip_words());
+      const int rows = static_cast<int>(std::min<int64_t>(kTileRows, call_.rows - row)), of = s / 2 * 2 + 1 < strips ? 2 : 1;
+      pack_tiles(call_.x + row * call_.in, call_.in, rows, call_.in, x + s / 2 * 2 * strip_words() + s % 2 * kTileWords, of);
     }
     const int64_t panel_bytes = int64_t{2 * kTileRows} * call_.in * sizeof(T);
-    const int grain = static_cast<int>(std::max<int64_t>(1, kTaskBytes / panel_bytes));
-    const int panels = num_panels();
+    const int panels = num_panels(), grain = static_cast<int>(std::max<int64_t>(1, kTaskBytes / panel_bytes));
     parallel_for(threads, (panels + grain - 1) / grain, [&](int64_t task) {
-      amx::configure();
-      const int first = static_cast<int>(task) * grain, last = std::min(panels, first + grain);
-      for (int panel = first; panel < last; ++panel) few_panel(panel, panel + 1 < last, x, strips);
-      tile_release();
+      const int first = static_cast<int>(task) * grain;
+      few_panels(first, std::min(panels, first + grain), x, strips);
     });
   }
 
-  SPARSESERVE_TILES static void tile_release() { _tile_release(); }
-
-  void few_panel(int panel, bool more, const uint32_t* x, int strips) {
-    Bf16* padded = scratch<Padded, Bf16>(2 * kTileRows * round_up(call_.in, kTileDepth));
-    Rows weight[2];
-    for (int t = 0; t < 2; ++t) {
-      weight[t] = rows_of(weight_at(weight_row(panel, t)), call_.in, weight_rows(panel, t),
-                          padded + t * kTileRows * round_up(call_.in, kTileDepth));
-    }
-    const int64_t bytes = more ? weight_rows(panel + 1, 0) * int64_t{call_.in} * sizeof(T) : 0;
-    const int64_t bytes1 = more ? weight_rows(panel + 1, 1) * int64_t{call_.in} * sizeof(T) : 0;
-    Prefetcher ahead[2] = {{weight_at(weight_row(panel + more, 0)), bytes}, {weight_at(weight_row(panel + more, 1)), bytes1}};
-    alignas(64) float sums[4 * 256];
-    for (int s = 0; s < strips; s += 2) {
-      const uint32_t* const columns[2] = {x + s * strip_words(), x + (s + 1) * strip_words()};
-      if (s + 1 < strips) {
-        multiply<2>(weight, columns, steps_, sums, ahead, 16);
-      } else {
-        multiply<1>(weight, columns, steps_, sums, ahead, 16);
+  SPARSESERVE_TILES void few_panels(int first, int last, const uint32_t* x, int strips) {
+    const int width = round_up(call_.in, kTileDepth);
+    Bf16* padded = scratch<Padded, Bf16>(2 * kTileRows * width);
+    alignas(64) float sums[4 * kTileFloats];
+    amx::configure();
+    for (int panel = first; panel < last; ++panel) {
+      Rows weight[2];
+      for (int t = 0; t < 2; ++t) {
+        weight[t] = rows_of(weight_at(weight_row(panel, t)), call_.in, weight_rows(panel, t), padded + t * kTileRows * width);
       }
-      for (int c = 0; c < 2 && s + c < strips; ++c) write_transposed(panel, int64_t{s + c} * kTileRows, sums + c * 256);
+      Prefetcher ahead[2] = {next(panel + 1, last, 0), next(panel + 1, last, 1)};
+      const auto prefetch = [&](int) {
+        ahead[0].advance(kTileRows);
+        ahead[1].advance(kTileRows);
+      };
+      for (int s = 0; s < strips; s += 2) {
+        const uint32_t* columns = x + s * strip_words();
+        if (s + 1 < strips) {
+          multiply<2>(weight, columns, steps_, {nullptr, 0}, {sums, 128}, prefetch);
+        } else {
+          multiply<1>(weight, columns, steps_, {nullptr, 0}, {sums, 128}, prefetch);
+        }
+        for (int c = 0; c < 2 && s + c < strips; ++c) {
+          write_transposed(panel, int64_t{s + c} * kTileRows, sums + c * kTileRows);
+        }
+      }
     }
+    _tile_release();
   }
 
-  // sums[2 * 256]: tiles [16 rows of the weight][16 rows of x].
+  Prefetcher next(int panel, int last, int tile) const {
+    if (panel == last) return {nullptr, 0};
+    return {weight_at(weight_row(panel, tile)), weight_rows(panel, tile) * int64_t{call_.in} * int64_t{sizeof(T)}};
+  }
+
+  // sums[32][32]: two tiles of [16 rows of the weight][16 rows of x].
   void write_transposed(int panel, int64_t row, const float* sums) {
     S32 squares[2][kLanes];
     for (int t = 0; t < 2; ++t) {
-      for (int i = 0; i < kTileRows; ++i) std::memcpy(&squares[t][i], sums + t * 512 + i * kTileRows, sizeof(S32));
+      for (int i = 0; i < kTileRows; ++i) {
+        std::memcpy(&squares[t][i], sums + (t * kTileRows + i) * 2 * kTileRows, sizeof(S32));
+      }
       transpose(squares[t]);
     }
     const int rows = static_cast<int>(std::min<int64_t>(kTileRows, call_.rows - row));
     for (int i = 0; i < rows; ++i) write_panel(panel, row + i, (F32)squares[0][i], (F32)squares[1][i]);
   }
 
-  void write_panel(int panel, int64_t row, F32 first, F32 second) {
+  void write_panel(int panel, int64_t row, F32 first, F32 second) const {
     const int feature = panel * panel_features();
     linear::write(call_, row, feature, weight_rows(panel, 0), first, second);
     if (!call_.gated && weight_rows(panel, 1) > 0) {
@@ -237,50 +261,108 @@ class Amx {
     const int panels = num_panels();
     const int64_t panel_words = 2 * strip_words();
     const int blocks = static_cast<int>((panels * panel_words * 4 + kPackedBytes - 1) / kPackedBytes);
-    const int block = (panels + blocks - 1) / blocks;
+    const int block = round_up((panels + blocks - 1) / blocks, 2);  // even: see stream_panel
     uint32_t* packed = scratch<Packed, uint32_t>(block * panel_words);
     for (int first = 0; first < panels; first += block) {
-      const int count = std::min(block, panels - first);
-      parallel_for(threads, count, 4, [&](int64_t i) {
+      const int last = std::min(panels, first + block);
+      parallel_for(threads, last - first, 4, [&](int64_t i) {
+        const int panel = first + static_cast<int>(i);
         for (int t = 0; t < 2; ++t) {
-          const int panel = first + static_cast<int>(i);
           pack_tiles(weight_at(weight_row(panel, t)), call_.in, weight_rows(panel, t), call_.in,
-                     packed + i * panel_words + t * strip_words());
+                     packed + i * panel_words + t * kTileWords, 2);
         }
       });
-      const int64_t tasks = (call_.rows + kTaskRows - 1) / kTaskRows;
-      parallel_for(threads, tasks, [&](int64_t task) {
-        amx::configure();
+      parallel_for(threads, (call_.rows + kTaskRows - 1) / kTaskRows, [&](int64_t task) {
         for (int64_t row = task * kTaskRows; row < std::min(call_.rows, (task + 1) * kTaskRows); row += 2 * kTileRows) {
-          many_rows(row, first, count, packed);
+          many_rows(row, first, last, packed);
         }
-        tile_release();
       });
     }
   }
 
-  void many_rows(int64_t row, int first, int count, const uint32_t* packed) {
+  // 32 rows of x with the panels [first, last). Sums that still have to be worked on are written while the products of
+  // the next panel are under way.
+  SPARSESERVE_TILES void many_rows(int64_t row, int first, int last, const uint32_t* packed) {
     const int width = round_up(call_.in, kTileDepth);
     Bf16* padded = scratch<Padded, Bf16>(2 * kTileRows * width);
+    const int rows = static_cast<int>(std::min<int64_t>(2 * kTileRows, call_.rows - row));
     Rows x[2];
-    int rows[2];
     for (int t = 0; t < 2; ++t) {
-      rows[t] = static_cast<int>(std::clamp<int64_t>(call_.rows - row - t * kTileRows, 0, kTileRows));
-      x[t] = rows_of(call_.x + (row + t * kTileRows) * call_.in, call_.in, rows[t], padded + t * kTileRows * width);
+      const int some = std::clamp(rows - t * kTileRows, 0, kTileRows);
+      x[t] = rows_of(call_.x + (row + t * kTileRows) * call_.in, call_.in, some, padded + t * kTileRows * width);
     }
-    Prefetcher ahead[2] = {{nullptr, 0}, {nullptr, 0}};
-    alignas(64) float sums[4 * 256];
-    for (int i = 0; i < count; ++i) {
-      const uint32_t* panel = packed + i * 2 * strip_words();
-      const uint32_t* const columns[2] = {panel, panel + strip_words()};
-      multiply<2>(x, columns, steps_, sums, ahead, 0);
-      for (int t = 0; t < 2; ++t) {
-        for (int r = 0; r < rows[t]; ++r) {
-          const float* of_row = sums + t * 512 + r * kTileRows;
-          write_panel(first + i, row + t * kTileRows + r, load(of_row), load(of_row + 256));
+    const int rows_a_step = (2 * kTileRows + steps_ - 1) / steps_;
+    const bool streams = past_the_cache();
+    alignas(64) float sums[2][4 * kTileFloats];
+    alignas(64) Bf16 lines[2 * kTileRows][2 * kTileRows];
+    int waiting = -1;  // the panel whose sums are in sums[waiting % 2]
+    const auto write_rows = [&](int begin, int end) {
+      for (int r = begin; r < std::min(end, rows); ++r) {
+        const float* of_row = sums[waiting % 2] + r * 2 * kTileRows;
+        if (streams) {
+          stream_panel(waiting, row + r, load(of_row), load(of_row + kTileRows), lines[r]);
+        } else {
+          write_panel(waiting, row + r, load(of_row), load(of_row + kTileRows));
         }
       }
+    };
+    const int64_t after = std::clamp<int64_t>(call_.rows - row - 2 * kTileRows, 0, 2 * kTileRows);
+    Prefetcher ahead(call_.x + (row + rows) * call_.in, after * call_.in * int64_t{sizeof(Bf16)});
+    const auto write_some = [&](int step) {
+      ahead.advance(2);
+      if (waiting >= 0) write_rows(step * rows_a_step, (step + 1) * rows_a_step);
+    };
+    const int64_t stride = call_.features() * int64_t{sizeof(float)};
+    amx::configure();
+    for (int panel = first; panel < last; ++panel, packed += 2 * strip_words()) {
+      const bool direct =
+          !streams && is_direct() && rows == 2 * kTileRows && weight_rows(panel, 1) == kTileRows;
+      if (direct) {
+        const int64_t at = row * call_.features() + panel * panel_features();
+        multiply<2>(x, packed, steps_, start(panel, at, stride), {call_.result + at, stride}, write_some);
+      } else {
+        multiply<2>(x, packed, steps_, {nullptr, 0}, {sums[panel % 2], 2 * kTileRows * sizeof(float)}, write_some);
+      }
+      waiting = direct ? -1 : panel;
     }
+    _tile_release();
+    if (waiting >= 0) write_rows(0, rows);
+    _mm_sfence();  // streamed lines must be there before this task counts as done
+  }
+
+  // Results that fill an L2 cache are written past it: else every line is read first, and evicts what is in use. Only
+  // whole lines can be.
+  bool past_the_cache() const {
+    constexpr int64_t kCacheBytes = 2 << 20;
+    const int64_t bytes = call_.rows * call_.features() * static_cast<int64_t>(call_.gated ? sizeof(Bf16) : sizeof(float));
+    const void* result = call_.gated ? static_cast<void*>(call_.gated_result) : call_.result;
+    return bytes >= kCacheBytes && call_.features() % (2 * kTileRows) == 0 && reinterpret_cast<uintptr_t>(result) % 64 == 0;
+  }
+
+  // `line` [32]: results of gated panels, which are half a line, wait for their other half.
+  void stream_panel(int panel, int64_t row, F32 first, F32 second, Bf16* line) const {
+    const int feature = panel * panel_features();
+    const int64_t at = row * call_.features() + feature;
+    const F32 value = finished(call_, row, feature, kTileRows, first, second);
+    if (call_.gated) {
+      store_first(line + panel % 2 * kTileRows, value, kTileRows);
+      if (panel % 2) _mm512_stream_si512(line_at(call_.gated_result + at - kTileRows), _mm512_load_si512(line));
+    } else {
+      _mm512_stream_ps(call_.result + at, (__m512)value);
+      const F32 other = finished(call_, row, feature + kTileRows, kTileRows, second, F32{});
+      _mm512_stream_ps(call_.result + at + kTileRows, (__m512)other);
+    }
+  }
+  static __m512i* line_at(Bf16* p) { return reinterpret_cast<__m512i*>(p); }
+
+  // Sums are results as they are, if they start from the bias or from the residual.
+  bool is_direct() const {
+    return !call_.gated && call_.scales == nullptr && (call_.bias == nullptr || call_.residual == nullptr);
+  }
+  Results start(int panel, int64_t at, int64_t stride) const {
+    if (call_.residual != nullptr) return {const_cast<float*>(call_.residual) + at, stride};
+    if (call_.bias != nullptr) return {const_cast<float*>(call_.bias) + panel * panel_features(), 0};
+    return {nullptr, 0};
   }
 
   const Call& call_;

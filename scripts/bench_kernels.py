@@ -1,0 +1,308 @@
+"""How near the kernels of this machine are to its limits: bf16 products and streaming reads, both measured first.
+
+A kernel's limit is the larger of its products at the peak rate and its bytes at the read rate. What is read from memory
+when serving (weights, pools) is read from memory here: as many arrays as the model has layers take turns.
+
+    python scripts/bench_kernels.py --json bench_kernels.json --compare-reference
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+import typer
+
+from pallas_kernels.api import Kernels, get_kernels
+from pallas_kernels.linear import quantize_rows
+from pallas_kernels.reference import PREFILL_TILE
+from pallas_kernels.storage import storage_dtype
+from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.models.config import ModelConfig
+
+BLOCK_SIZE = 32
+CONTEXT_BLOCKS = 8192 // BLOCK_SIZE
+SELECTED = 64
+SMALL_BATCHES = (1, 8, 16)
+TINY = 1e-9
+"""What carries a result into the next call, so that calls run one after the other."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """`program(kernels)` is one jitted step over `inputs`, `calls` calls of the kernel one after the other."""
+
+    name: str
+    shape: str
+    program: Callable[[Kernels], Callable[..., Any]]
+    inputs: tuple[Any, ...]
+    calls: int = 1
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    in_place: bool = False
+    """The result takes the place of the first inputs (donated)."""
+
+
+def main(
+    names: str = typer.Option("", help="Only kernels whose name contains one of these, by comma."),
+    seconds: float = typer.Option(0.5, help="How long each kernel is measured."),
+    compare_reference: bool = typer.Option(False, help="Measure the XLA version as well, in turn."),
+    json_file: Path | None = typer.Option(None, "--json", help="Write the results."),
+) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    kernels, reference = get_kernels("auto", "cpu"), get_kernels("reference", "cpu")
+    peak, how = bf16_peak_tflops(kernels, reference, seconds)
+    read = read_gbps(seconds)
+    print(f"bf16 products {peak:.2f} TFLOP/s ({how}); reads {read:.1f} GB/s ({os.cpu_count()} threads)", flush=True)
+    wanted, rows = [name for name in names.split(",") if name], []
+    for case in cases(open_checkpoint(None).config):
+        if wanted and not any(name in case.name for name in wanted):
+            continue
+        times = measure([kernels, reference] if compare_reference else [kernels], case, seconds)
+        limit = max(case.flops / (peak * 1e12), case.num_bytes / (read * 1e9))
+        row = {"name": case.name, "shape": case.shape, "seconds": times[0], "share_of_limit": limit / times[0]}
+        if compare_reference:
+            row["reference_seconds"] = times[1]
+        rows.append(row)
+        print(row, flush=True)
+    show(rows, kernels)
+    if json_file is not None:
+        report = {
+            "implementation": kernels.describe(), "bf16_peak_tflops": peak, "bf16_peak_by": how, "read_gbps": read,
+            "kernels": rows,
+        }  # fmt: skip
+        json_file.write_text(json.dumps(report, indent=1))
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def bf16_peak_tflops(kernels: Kernels, reference: Kernels, seconds: float) -> tuple[float, str]:
+    """The best rate of square products, by the kernels in force or by XLA, and which it was."""
+    rates = {}
+    for size in (1024, 2048, 4096):
+        x, weight = (normal((size, size), seed).astype(jnp.bfloat16) for seed in range(2))
+        for by in {kernels, reference}:
+            step = jax.jit(by.linear)
+            best = min(repeat([functools.partial(step, x, weight)], seconds)[0])
+            rates[f"linear, {by.describe()}, {size} x {size} x {size}"] = 2.0 * size**3 / best / 1e12
+    how = max(rates, key=lambda name: rates[name])
+    return rates[how], how
+
+
+def read_gbps(seconds: float, num_bytes: int = 1 << 30) -> float:
+    """All CPUs summing one array that no cache holds, each its own part, in NumPy (which lets go of the GIL)."""
+    num_threads = os.cpu_count() or 1
+    parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        times = repeat([lambda: list(pool.map(np.sum, parts))], max(seconds, 1.0))[0]
+    return num_bytes / min(times) / 1e9
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def repeat(steps: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
+    """Times of each step, taken in turn, so that what disturbs one disturbs all."""
+    for step in steps:
+        jax.block_until_ready(step())
+    times: list[list[float]] = [[] for _ in steps]
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(times[0]) < 3:
+        for index, step in enumerate(steps):
+            started = time.perf_counter()
+            jax.block_until_ready(step())
+            times[index].append(time.perf_counter() - started)
+    return times
+
+
+def measure(implementations: list[Kernels], case: Case, seconds: float) -> list[float]:
+    """Median seconds of one call for each implementation."""
+    steps = []
+    for kernels in implementations:
+        if case.in_place:
+            steps.append(_InPlace(jax.jit(case.program(kernels), donate_argnums=(0, 1)), case.inputs))
+        else:
+            steps.append(functools.partial(jax.jit(case.program(kernels)), *case.inputs))
+    return [statistics.median(times) / case.calls for times in repeat(steps, seconds)]
+
+
+class _InPlace:
+    """A step whose first two arguments are its last results."""
+
+    def __init__(self, step: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+        self.step, self.state, self.rest = step, tuple(jnp.copy(a) for a in inputs[:2]), inputs[2:]
+
+    def __call__(self) -> Any:
+        self.state = self.step(*self.state, *self.rest)
+        return self.state
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def cases(model: ModelConfig) -> Iterator[Case]:
+    """All of them at the sizes of `model`; arrays live as long as their case."""
+    for rows in (*SMALL_BATCHES, 1024, 8192):
+        yield from linear_cases(model, rows, "bfloat16")
+    for rows in SMALL_BATCHES:
+        yield from linear_cases(model, rows, "int8")
+    for batch in SMALL_BATCHES:
+        yield decode_attention_case(model, batch, SELECTED)
+    yield decode_attention_case(model, 8, CONTEXT_BLOCKS)
+    for batch in SMALL_BATCHES:
+        yield from selection_cases(model, batch)
+    for num_tokens in (1024, 4096, 8192):
+        yield prefill_attention_case(model, num_tokens)
+
+
+def linear_cases(model: ModelConfig, rows: int, dtype: str) -> Iterator[Case]:
+    hidden, inner = model.hidden_size, model.intermediate_size
+    qkv = (model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
+    shapes = [(qkv, hidden), (hidden, model.num_q_heads * model.head_dim), (2 * inner, hidden), (hidden, inner)]
+    if rows in SMALL_BATCHES:
+        shapes.append((model.vocab_size, hidden))
+    for out, width in shapes:
+        gated = out == 2 * inner
+        calls = 1 if rows not in SMALL_BATCHES else 4 if out == model.vocab_size else model.num_layers
+        weights: list[tuple[jax.Array, ...]] = [(normal((out, width), seed),) for seed in range(calls)]
+        weights = [quantize_rows(w) if dtype == "int8" else (w.astype(dtype),) for (w,) in weights]
+        features = out // 2 if gated else out
+        activations = rows * (2 * width + (2 if gated else 4) * features)
+        yield Case(
+            name="linear" if dtype == "bfloat16" else f"linear {dtype}",
+            shape=f"{rows} x [{out}, {width}]{' gated' if gated else ''}",
+            program=functools.partial(_linears, gated=gated),
+            inputs=(normal((rows, width), 0).astype(jnp.bfloat16), weights),
+            calls=calls,
+            flops=2.0 * rows * out * width,
+            num_bytes=out * width * (1 if dtype == "int8" else 2) + activations,
+        )
+
+
+def _linears(kernels: Kernels, *, gated: bool) -> Callable[..., Any]:
+    def step(x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> jax.Array:
+        out = None
+        for weight, *scales in weights:
+            if out is not None:
+                x = x + (out[:, :1] * TINY).astype(x.dtype)
+            out = kernels.linear(x, weight, scales=scales[0] if scales else None, gated=gated)
+        assert out is not None
+        return out
+
+    return step
+
+
+def decode_attention_case(model: ModelConfig, batch: int, num_selected: int) -> Case:
+    heads, calls = model.num_kv_heads, model.num_layers if batch < 16 else 8
+    rng = np.random.default_rng(0)
+    chosen = rng.random((batch, heads, CONTEXT_BLOCKS)).argsort(axis=-1)[..., :num_selected]
+    block_ids = np.sort(chosen, axis=-1) + np.arange(batch)[:, None, None] * CONTEXT_BLOCKS + 1
+    pools = [pool_of(model, batch * CONTEXT_BLOCKS, seed) for seed in range(calls)]
+    tokens = np.full(block_ids.shape, BLOCK_SIZE, np.int32)
+
+    def program(kernels: Kernels) -> Callable[..., Any]:
+        def step(q: jax.Array, pools: list[jax.Array], block_ids: jax.Array, tokens: jax.Array) -> jax.Array:
+            for pool in pools:
+                out = kernels.decode_attention(q, pool, block_ids, tokens, None, scale=model.head_dim**-0.5)
+                q = q + (out * TINY).astype(q.dtype)
+            return q
+
+        return step
+
+    piece = 2 * BLOCK_SIZE * model.head_dim * 2
+    return Case(
+        name="decode_attention",
+        shape=f"batch {batch}, {num_selected} blocks of {BLOCK_SIZE}",
+        program=program,
+        inputs=(normal((batch, model.num_q_heads, model.head_dim), 0).astype(jnp.bfloat16), pools,
+                jnp.asarray(block_ids, jnp.int32), jnp.asarray(tokens)),
+        calls=calls,
+        num_bytes=block_ids.size * piece,
+    )  # fmt: skip
+
+
+def selection_cases(model: ModelConfig, batch: int) -> Iterator[Case]:
+    heads, dim, num_blocks = model.num_kv_heads, model.head_dim, batch * CONTEXT_BLOCKS
+    table = jnp.arange(1, num_blocks + 1, dtype=jnp.int32).reshape(batch, CONTEXT_BLOCKS)
+    counts = jnp.full((batch,), CONTEXT_BLOCKS, jnp.int32)
+    digests = stored(normal((num_blocks + 1, heads, 2, dim), 0))
+    q = normal((batch, model.num_q_heads, dim), 1).astype(jnp.bfloat16)
+    of = f"batch {batch}, {CONTEXT_BLOCKS} blocks"
+    yield Case(
+        name="score_blocks", shape=of, inputs=(q, digests, table, counts), num_bytes=2.0 * num_blocks * heads * 2 * dim,
+        program=lambda kernels: functools.partial(
+            kernels.score_blocks, scale=dim**-0.5, per_query_head=False, num_sink_blocks=1, num_newest_blocks=2
+        ),
+    )  # fmt: skip
+    yield Case(
+        name="select_blocks", shape=of, inputs=(normal((batch, heads, CONTEXT_BLOCKS), 2),),
+        num_bytes=4.0 * batch * heads * (CONTEXT_BLOCKS + SELECTED),
+        program=lambda kernels: functools.partial(kernels.select_blocks, num_selected=SELECTED),
+    )  # fmt: skip
+    newest = table[:, -1]
+    kv = [normal((batch, heads, dim), seed).astype(jnp.bfloat16) for seed in (3, 4)]
+    yield Case(
+        name="append_tokens", shape=f"batch {batch}, blocks of {BLOCK_SIZE}", in_place=True,
+        inputs=(pool_of(model, num_blocks, 0), digests, *kv, jnp.repeat(newest[:, None], heads, axis=1),
+                jnp.full((batch,), BLOCK_SIZE, jnp.int32), newest),
+        num_bytes=2.0 * batch * heads * dim * (BLOCK_SIZE + 4),
+        program=lambda kernels: functools.partial(kernels.append_tokens, method="cuboid-mean"),
+    )  # fmt: skip
+
+
+def prefill_attention_case(model: ModelConfig, num_tokens: int) -> Case:
+    starts = jnp.arange(0, num_tokens, PREFILL_TILE, dtype=jnp.int32)
+    table = jnp.arange(1, num_tokens // BLOCK_SIZE + 1, dtype=jnp.int32)[None]
+    q = normal((num_tokens, model.num_q_heads, model.head_dim), 0).astype(jnp.bfloat16)
+    return Case(
+        name="prefill_attention",
+        shape=f"{num_tokens} tokens, dense",
+        program=lambda kernels: functools.partial(
+            kernels.prefill_attention, scale=model.head_dim**-0.5, merge_tiles=4
+        ),
+        inputs=(q, pool_of(model, num_tokens // BLOCK_SIZE, 1), table, jnp.zeros_like(starts), starts,
+                jnp.full_like(starts, PREFILL_TILE)),
+        flops=4.0 * model.head_dim * model.num_q_heads * num_tokens * (num_tokens + 1) / 2,
+    )  # fmt: skip
+
+
+def normal(shape: tuple[int, ...], seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def stored(values: jax.Array) -> jax.Array:
+    """As pools and digests hold bfloat16 on this platform."""
+    return values.astype(jnp.bfloat16).view(storage_dtype(jnp.dtype(jnp.bfloat16), "cpu"))
+
+
+def pool_of(model: ModelConfig, num_blocks: int, seed: int) -> jax.Array:
+    return stored(normal((num_blocks + 1, model.num_kv_heads, 2, BLOCK_SIZE, model.head_dim), seed))
+
+
+def show(rows: list[dict[str, Any]], kernels: Kernels) -> None:
+    table = rich.table.Table(title=f"kernels: {kernels.describe()}")
+    for column in ("kernel", "shape", "time", "of the limit", "XLA takes"):
+        table.add_column(column, justify="left" if column in ("kernel", "shape") else "right")
+    for row in rows:
+        theirs = f"{row['reference_seconds'] / row['seconds']:.2f}x" if "reference_seconds" in row else ""
+        took = f"{row['seconds'] * 1e6:,.0f} us"
+        table.add_row(row["name"], row["shape"], took, f"{row['share_of_limit']:.0%}", theirs)
+    rich.console.Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
