@@ -60,9 +60,7 @@ def main(
     llama_weights: str = typer.Option("bf16", help="GGUF for llama.cpp: bf16 or q8_0."),
     llama_kv_type: str = typer.Option("f16", help="KV of llama.cpp: f16 (its default; as many bytes) or bf16."),
     seed: int = typer.Option(0, help="Of prompts, lengths and arrivals."),
-    folder: Path = typer.Option(
-        Path(os.environ.get("PEERS_DIR", ".peers")), "--peers-dir", help="Peers' environments, weights and logs."
-    ),
+    folder: Path = typer.Option(Path(".peers"), "--peers-dir", help="Where the peers are; weights and logs go there."),
     transformers_python: str | None = typer.Option(None, help="Default: in the peers' folder, as the next ones."),
     vllm_cpu_python: str | None = typer.Option(None),
     llama_cpp_python: str | None = typer.Option(None),

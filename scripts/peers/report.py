@@ -69,9 +69,9 @@ class Report:
         self.content["versions"] |= info["versions"]
         self.content["configs"][name] = {"start_s": info["start_s"], **info["in_force"]}
 
-    def note_idle(self, greatest: dict[str, float]) -> None:
-        """Cores that a side used at most while it should have been idle."""
-        for name, cores in greatest.items():
+    def note_idle(self, busy_cores: dict[str, float]) -> None:
+        """Cores that each side used while it should have been idle."""
+        for name, cores in busy_cores.items():
             self.content["idle_cores"][name] = round(cores, 3)
             if cores > BUSY_IDLE_CORES:
                 print(f"warning: {name} used {cores:.2f} cores while the other side was measured", flush=True)

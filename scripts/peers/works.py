@@ -72,7 +72,7 @@ class Session:
             "serve-long": self._serve, "serve-poisson": self._poisson,
         }  # fmt: skip
         kinds[work](work, peer)
-        self.report.note_idle(self.idle.greatest)
+        self.report.note_idle(self.idle.busy_cores())
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
