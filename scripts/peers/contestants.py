@@ -79,9 +79,13 @@ class Contestants:
             return VARIANTS["sparse"] | {"prefill_sparsity": self.prefill_sparsity}
         return REFEREE if variant == "referee" else VARIANTS[variant]
 
+    def model_config(self) -> dict[str, Any]:
+        """The model's `config.json`."""
+        return json.loads((self.model / "config.json").read_text())
+
     def ours(self, variant: str, shape: Shape, *, warm_up: bool) -> WorkerProcess:
         """Our engine. Its pool holds every sequence whole, so that none waits for room."""
-        config = json.loads((self.model / "config.json").read_text())
+        config = self.model_config()
         token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
         fields = self.fields(variant) | {
             "max_model_len": shape.max_model_len, "max_num_seqs": shape.max_num_seqs,
