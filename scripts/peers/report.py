@@ -69,9 +69,9 @@ class Report:
         self.content["versions"] |= info["versions"]
         self.content["configs"][name] = {"start_s": info["start_s"], **info["in_force"]}
 
-    def note_idle(self, greatest: dict[str, float]) -> None:
-        """Cores that a side used at most while it should have been idle."""
-        for name, cores in greatest.items():
+    def note_idle(self, busy_cores: dict[str, float]) -> None:
+        """Cores that each side used while it should have been idle."""
+        for name, cores in busy_cores.items():
             self.content["idle_cores"][name] = round(cores, 3)
             if cores > BUSY_IDLE_CORES:
                 print(f"warning: {name} used {cores:.2f} cores while the other side was measured", flush=True)
@@ -122,7 +122,19 @@ def line(row: dict[str, Any]) -> str:
     """A row for the terminal."""
     low, high = row["spread"]
     ours, theirs = shown(row["ours"], row["unit"]), shown(row["theirs"], row["unit"])
-    return f"{row['work']} vs {row['peer']}: {ours} to {theirs}, {row['ratio']:.2f}x ({low:.2f}-{high:.2f})"
+    text = f"{row['work']} vs {row['peer']}: {ours} to {theirs}, {row['ratio']:.2f}x ({low:.2f}-{high:.2f})"
+    if "useful_tflops" in row:
+        text += f"; {_shares(row)}"
+    return text
+
+
+def _shares(row: dict[str, Any]) -> str:
+    """Useful operations of a dense prefill, ours and theirs."""
+    text = " / ".join(f"{row['useful_tflops'][side]:.2f}" for side in ("ours", "theirs")) + " useful TFLOP/s"
+    if "share_of_bf16_peak" in row:
+        shares = " / ".join(f"{row['share_of_bf16_peak'][side]:.0%}" for side in ("ours", "theirs"))
+        text += f", {shares} of the bf16 peak"
+    return text
 
 
 def markdown(content: dict[str, Any]) -> str:
@@ -146,6 +158,10 @@ def markdown(content: dict[str, Any]) -> str:
             f"{row['peer']} | {row['ours']:.2f}x | {row['theirs']:.2f}x |"
             for row in content["growth"]
         ]
+    prefill = [row for row in results if "useful_tflops" in row]
+    if prefill:
+        lines += ["", "Useful operations of dense prefill, ours / theirs:", ""]
+        lines += [f"- {row['work']}, {row['peer']}: {_shares(row)}" for row in prefill]
     if content["agreement"]:
         lines += ["", AGREEMENT_HEAD, "|---|---|---|---|"]
         lines += [

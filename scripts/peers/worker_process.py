@@ -144,17 +144,20 @@ def _pump(stream: TextIO, answers: queue.Queue[str | None]) -> None:
 
 
 class IdleWatch:
-    """How busy one worker was while another was being measured: it should have been idle."""
+    """How busy workers were while others were being measured: they should have been idle."""
 
     def __init__(self) -> None:
-        self.greatest: dict[str, float] = {}
+        self._cpu_s: dict[str, float] = {}
+        self._wall_s: dict[str, float] = {}
 
     def call(self, active: WorkerProcess, idle: WorkerProcess, op: str, **args: Any) -> Any:
-        """`active.call(...)`, noting the CPU time that `idle` used meanwhile, in cores."""
+        """`active.call(...)`, noting the CPU time that `idle` used meanwhile."""
         before, started = idle.cpu_s(), time.perf_counter()
         value = active.call(op, **args)
-        elapsed = time.perf_counter() - started
-        if elapsed >= 0.5:  # CPU times come in hundredths of a second
-            share = (idle.cpu_s() - before) / elapsed
-            self.greatest[idle.name] = max(self.greatest.get(idle.name, 0.0), share)
+        self._wall_s[idle.name] = self._wall_s.get(idle.name, 0.0) + time.perf_counter() - started
+        self._cpu_s[idle.name] = self._cpu_s.get(idle.name, 0.0) + idle.cpu_s() - before
         return value
+
+    def busy_cores(self) -> dict[str, float]:
+        """Cores that each worker used on average while it should have been idle."""
+        return {name: self._cpu_s[name] / self._wall_s[name] for name in self._cpu_s}

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peers.contestants import Contestants, Shape
+from peers.limits import speed
 from peers.pairing import Pairs, agreement, first_disagreements, interleave
 from peers.prompts import Prompts, poisson_arrivals
 from peers.report import Report
@@ -43,6 +44,7 @@ class Settings:
     num_requests: int
     rates: Sequence[float]
     base_rate_rps: float | None
+    bf16_peak_tflops: float | None
     seed: int
     deadline_s: float
     """On the clock of `time.monotonic`."""
@@ -72,7 +74,7 @@ class Session:
             "serve-long": self._serve, "serve-poisson": self._poisson,
         }  # fmt: skip
         kinds[work](work, peer)
-        self.report.note_idle(self.idle.greatest)
+        self.report.note_idle(self.idle.busy_cores())
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,8 @@ class Session:
                         row = pairs.result(
                             f"{work} {length} {variant}", peer, kind=work, tokens=length, variant=variant, batch=1
                         )
+                        if variant == "dense-prefill":
+                            row |= speed(self.contestants.model_config(), row, self.settings.bf16_peak_tflops)
                         self.report.add(row)
 
     def _pairs(self, ours: WorkerProcess, theirs: WorkerProcess, repeats: int, op: str, arguments: Any) -> Pairs:
