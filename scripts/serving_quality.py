@@ -65,7 +65,10 @@ def main(
     rows: int = typer.Option(4, help="Prompts of each task, at most."),
     max_tokens: int = typer.Option(8000, help="Longer prompts lose their middle."),
     lengths: str = typer.Option("1000,2000,4000,7500", help="Lengths of the texts with passcodes, tokens, by comma."),
-    settings: str = typer.Option(",".join(SETTINGS).replace("prefill, int8", "prefill; int8"), help="By comma; `;` inside a name stands for a comma."),
+    settings: str = typer.Option(
+        ",".join(SETTINGS).replace("prefill, int8", "prefill; int8"),
+        help="By comma; `;` inside a name stands for a comma.",
+    ),
     prefill_sparsity: float = typer.Option(0.95, help="Of the settings with sparse prefill."),
     model: str | None = typer.Option(None, help="A checkpoint; none = the embedded SmolLM2-135M-Instruct."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the table."),

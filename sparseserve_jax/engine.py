@@ -152,7 +152,7 @@ class Engine:
         yield from self.runner.warm_up()
 
     def step(self) -> list[RequestOutput]:
-        """One iteration: hands decode and prefill work of one plan to the device and takes in the tokens of the last one.
+        """One iteration: hands the work of one plan to the device and takes in the tokens of the last one.
 
         Returns a snapshot of every request that got a token. The first step of all gives none.
 
@@ -323,7 +323,7 @@ class Engine:
         return f"request-{number}"
 
     def _process(self, plan: StepPlan, result: RunnerResult) -> tuple[list[RequestOutput], dict[str, DecodeStats]]:
-        """Gives tokens and figures to the processors, ends requests, takes snapshots; requests aborted since are gone."""
+        """Gives tokens and figures to the processors, ends requests, takes snapshots; who was aborted since is gone."""
         now = self._clock()
         for child in plan.parks:
             if child in self._processors:

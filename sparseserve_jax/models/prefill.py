@@ -94,9 +94,7 @@ def prefill_layer(
                 *where, scale=spec.scale, threshold=spec.prefill_sparsity, dense_tokens=spec.prefill_dense_tokens,
                 kv_scales=new_scales,
             )  # fmt: skip
-        out = kernels.prefill_attention(
-            *where, tile_mask, scale=spec.scale, merge_tiles=merge, kv_scales=new_scales
-        )
+        out = kernels.prefill_attention(*where, tile_mask, scale=spec.scale, merge_tiles=merge, kv_scales=new_scales)
         return out, (new_pool, new_digests, new_scales, stored)
 
     hidden, (pool, digests, scales, blocks) = run_layer(

@@ -58,7 +58,9 @@ class AbstractRunner:
         )  # fmt: skip
         self.spec = make_spec(config, model, self.layout, get_kernels(config.implementation, platform))
         self.params = abstract(abstract_params(model, config.dtype, config.weight_dtype))
-        self.state = abstract(jax.eval_shape(lambda: allocate_kv_state(self.layout, config, self.spec.kernels, platform)))
+        self.state = abstract(
+            jax.eval_shape(lambda: allocate_kv_state(self.layout, config, self.spec.kernels, platform))
+        )
         self._stored = storage_dtype(jnp.dtype(config.dtype), platform)
         self._tables = SequenceTables(self.layout)
 

@@ -219,7 +219,7 @@ class ModelRunner:
         return step.fetch()
 
     def begin(self, plan: StepPlan) -> RunningStep:
-        """Dispatches a plan up to its decode step. Its prefill work (`run_prefill`) must follow before the next plan."""
+        """Dispatches a plan up to decode; its prefill work (`run_prefill`) must follow before the next plan."""
         step = RunningStep(plan, self.layout)
         self._loaded, self._saved = step.loaded, step.saved
         for request_id in plan.finished:

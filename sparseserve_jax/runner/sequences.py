@@ -16,7 +16,7 @@ class Sequence:
     """One admitted continuation.
 
     Attributes:
-        num_computed: tokens whose K and V are in the cache, or will be when the device is through with what it was given.
+        num_computed: tokens whose K and V are in the cache, or will be when the device has done what it was given.
         num_generated: tokens sampled so far, likewise. The newest is on the device (`TokenSampler.newest_tokens`).
         has_grant: it holds device slots or dense blocks (tiered).
     """

@@ -1,4 +1,4 @@
-"""Joins sequences and the device sampler: builds batches, keeps penalty counts and newest tokens, fetches tokens late."""
+"""Joins sequences and the device sampler: builds batches, keeps counts and newest tokens, fetches tokens late."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TokenSampler:
     """Samples one token for each of some sequences from a (padded) batch of logits.
 
     Attributes:
-        newest_tokens: `[max_num_seqs + 1]`, on the device: each row's newest token, which the next decode step takes from
+        newest_tokens: `[max_num_seqs + 1]`, on the device: each row's newest token. The next decode step takes it from
             there, so that it can be dispatched before the host has seen the token.
     """
 
@@ -71,7 +71,7 @@ class TokenSampler:
         self._penalties: PenaltyState | None = None
 
     def sample(self, sequences: list[Sequence], logits: Array) -> PendingTokens:
-        """Dispatches sampling and counts the token of each sequence; rows of `logits` past the sequences are padding."""
+        """Dispatches sampling and counts each sequence's token; rows of `logits` past the sequences are padding."""
         penalised = [s for s in sequences if uses_penalties(s.sampling)]
         for sequence in penalised:
             if sequence.num_generated == 0:
