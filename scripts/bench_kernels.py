@@ -43,12 +43,12 @@ TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """`program(kernels)` is one jitted step over `inputs`, `calls` calls of the kernel one after the other."""
+    """`program(kernels)` is one jitted step over `inputs()`, `calls` calls of the kernel one after the other."""
 
     name: str
     shape: str
     program: Callable[[Kernels], Callable[..., Any]]
-    inputs: tuple[Any, ...]
+    inputs: Callable[[], tuple[Any, ...]]
     calls: int = 1
     flops: float = 0.0
     num_bytes: float = 0.0
@@ -131,12 +131,12 @@ def repeat(steps: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
 
 def measure(implementations: list[Kernels], case: Case, seconds: float) -> list[float]:
     """Median seconds of one call for each implementation."""
-    steps = []
+    inputs, steps = case.inputs(), []
     for kernels in implementations:
         if case.in_place:
-            steps.append(_InPlace(jax.jit(case.program(kernels), donate_argnums=(0, 1)), case.inputs))
+            steps.append(_InPlace(jax.jit(case.program(kernels), donate_argnums=(0, 1)), inputs))
         else:
-            steps.append(functools.partial(jax.jit(case.program(kernels)), *case.inputs))
+            steps.append(functools.partial(jax.jit(case.program(kernels)), *inputs))
     return [statistics.median(times) / case.calls for times in repeat(steps, seconds)]
 
 
@@ -155,7 +155,7 @@ class _InPlace:
 
 
 def cases(model: ModelConfig) -> Iterator[Case]:
-    """All of them at the sizes of `model`; arrays live as long as their case."""
+    """All of them at the sizes of `model`."""
     for rows in (*SMALL_BATCHES, 1024, 8192):
         yield from linear_cases(model, rows, "bfloat16")
     for rows in SMALL_BATCHES:
@@ -178,19 +178,23 @@ def linear_cases(model: ModelConfig, rows: int, dtype: str) -> Iterator[Case]:
     for out, width in shapes:
         gated = out == 2 * inner
         calls = 1 if rows not in SMALL_BATCHES else 4 if out == model.vocab_size else model.num_layers
-        weights: list[tuple[jax.Array, ...]] = [(normal((out, width), seed),) for seed in range(calls)]
-        weights = [quantize_rows(w) if dtype == "int8" else (w.astype(dtype),) for (w,) in weights]
         features = out // 2 if gated else out
         activations = rows * (2 * width + (2 if gated else 4) * features)
         yield Case(
             name="linear" if dtype == "bfloat16" else f"linear {dtype}",
             shape=f"{rows} x [{out}, {width}]{' gated' if gated else ''}",
             program=functools.partial(_linears, gated=gated),
-            inputs=(normal((rows, width), 0).astype(jnp.bfloat16), weights),
+            inputs=functools.partial(_linear_inputs, rows, out, width, dtype, calls),
             calls=calls,
             flops=2.0 * rows * out * width,
             num_bytes=out * width * (1 if dtype == "int8" else 2) + activations,
         )
+
+
+def _linear_inputs(rows: int, out: int, width: int, dtype: str, calls: int) -> tuple[Any, ...]:
+    weight = normal((out, width), 1)
+    matrix = quantize_rows(weight) if dtype == "int8" else (weight.astype(dtype),)
+    return normal((rows, width), 0).astype(jnp.bfloat16), [copies(matrix) for _ in range(calls)]
 
 
 def _linears(kernels: Kernels, *, gated: bool) -> Callable[..., Any]:
@@ -208,11 +212,14 @@ def _linears(kernels: Kernels, *, gated: bool) -> Callable[..., Any]:
 
 def decode_attention_case(model: ModelConfig, batch: int, num_selected: int) -> Case:
     heads, calls = model.num_kv_heads, model.num_layers if batch < 16 else 8
-    rng = np.random.default_rng(0)
-    chosen = rng.random((batch, heads, CONTEXT_BLOCKS)).argsort(axis=-1)[..., :num_selected]
-    block_ids = np.sort(chosen, axis=-1) + np.arange(batch)[:, None, None] * CONTEXT_BLOCKS + 1
-    pools = [pool_of(model, batch * CONTEXT_BLOCKS, seed) for seed in range(calls)]
-    tokens = np.full(block_ids.shape, BLOCK_SIZE, np.int32)
+
+    def inputs() -> tuple[Any, ...]:
+        chosen = np.random.default_rng(0).random((batch, heads, CONTEXT_BLOCKS)).argsort(axis=-1)[..., :num_selected]
+        ids = np.sort(chosen, axis=-1) + np.arange(batch)[:, None, None] * CONTEXT_BLOCKS + 1
+        pool = pool_of(model, batch * CONTEXT_BLOCKS, 0)
+        q = normal((batch, model.num_q_heads, model.head_dim), 0).astype(jnp.bfloat16)
+        tokens = jnp.full(ids.shape, BLOCK_SIZE, jnp.int32)
+        return q, [jnp.copy(pool) for _ in range(calls)], jnp.asarray(ids, jnp.int32), tokens
 
     def program(kernels: Kernels) -> Callable[..., Any]:
         def step(q: jax.Array, pools: list[jax.Array], block_ids: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -223,65 +230,80 @@ def decode_attention_case(model: ModelConfig, batch: int, num_selected: int) -> 
 
         return step
 
-    piece = 2 * BLOCK_SIZE * model.head_dim * 2
     return Case(
         name="decode_attention",
         shape=f"batch {batch}, {num_selected} blocks of {BLOCK_SIZE}",
         program=program,
-        inputs=(normal((batch, model.num_q_heads, model.head_dim), 0).astype(jnp.bfloat16), pools,
-                jnp.asarray(block_ids, jnp.int32), jnp.asarray(tokens)),
+        inputs=inputs,
         calls=calls,
-        num_bytes=block_ids.size * piece,
-    )  # fmt: skip
+        num_bytes=batch * heads * num_selected * 2.0 * BLOCK_SIZE * model.head_dim * 2,
+    )
 
 
 def selection_cases(model: ModelConfig, batch: int) -> Iterator[Case]:
     heads, dim, num_blocks = model.num_kv_heads, model.head_dim, batch * CONTEXT_BLOCKS
     table = jnp.arange(1, num_blocks + 1, dtype=jnp.int32).reshape(batch, CONTEXT_BLOCKS)
     counts = jnp.full((batch,), CONTEXT_BLOCKS, jnp.int32)
-    digests = stored(normal((num_blocks + 1, heads, 2, dim), 0))
-    q = normal((batch, model.num_q_heads, dim), 1).astype(jnp.bfloat16)
     of = f"batch {batch}, {CONTEXT_BLOCKS} blocks"
+
+    def digests() -> jax.Array:
+        return stored(normal((num_blocks + 1, heads, 2, dim), 0))
+
+    def tokens() -> tuple[Any, ...]:
+        kv = (normal((batch, heads, dim), seed).astype(jnp.bfloat16) for seed in (3, 4))
+        newest = table[:, -1]
+        ids = jnp.repeat(newest[:, None], heads, axis=1)
+        return pool_of(model, num_blocks, 0), digests(), *kv, ids, jnp.full((batch,), BLOCK_SIZE, jnp.int32), newest
+
     yield Case(
-        name="score_blocks", shape=of, inputs=(q, digests, table, counts), num_bytes=2.0 * num_blocks * heads * 2 * dim,
+        name="score_blocks",
+        shape=of,
         program=lambda kernels: functools.partial(
             kernels.score_blocks, scale=dim**-0.5, per_query_head=False, num_sink_blocks=1, num_newest_blocks=2
         ),
-    )  # fmt: skip
+        inputs=lambda: (normal((batch, model.num_q_heads, dim), 1).astype(jnp.bfloat16), digests(), table, counts),
+        num_bytes=2.0 * num_blocks * heads * 2 * dim,
+    )
     yield Case(
-        name="select_blocks", shape=of, inputs=(normal((batch, heads, CONTEXT_BLOCKS), 2),),
-        num_bytes=4.0 * batch * heads * (CONTEXT_BLOCKS + SELECTED),
+        name="select_blocks",
+        shape=of,
         program=lambda kernels: functools.partial(kernels.select_blocks, num_selected=SELECTED),
-    )  # fmt: skip
-    newest = table[:, -1]
-    kv = [normal((batch, heads, dim), seed).astype(jnp.bfloat16) for seed in (3, 4)]
+        inputs=lambda: (normal((batch, heads, CONTEXT_BLOCKS), 2),),
+        num_bytes=4.0 * batch * heads * (CONTEXT_BLOCKS + SELECTED),
+    )
     yield Case(
-        name="append_tokens", shape=f"batch {batch}, blocks of {BLOCK_SIZE}", in_place=True,
-        inputs=(pool_of(model, num_blocks, 0), digests, *kv, jnp.repeat(newest[:, None], heads, axis=1),
-                jnp.full((batch,), BLOCK_SIZE, jnp.int32), newest),
-        num_bytes=2.0 * batch * heads * dim * (BLOCK_SIZE + 4),
+        name="append_tokens",
+        shape=f"batch {batch}, blocks of {BLOCK_SIZE}",
         program=lambda kernels: functools.partial(kernels.append_tokens, method="cuboid-mean"),
-    )  # fmt: skip
+        inputs=tokens,
+        num_bytes=2.0 * batch * heads * dim * (BLOCK_SIZE + 4),
+        in_place=True,
+    )
 
 
 def prefill_attention_case(model: ModelConfig, num_tokens: int) -> Case:
-    starts = jnp.arange(0, num_tokens, PREFILL_TILE, dtype=jnp.int32)
-    table = jnp.arange(1, num_tokens // BLOCK_SIZE + 1, dtype=jnp.int32)[None]
-    q = normal((num_tokens, model.num_q_heads, model.head_dim), 0).astype(jnp.bfloat16)
+    def inputs() -> tuple[Any, ...]:
+        starts = jnp.arange(0, num_tokens, PREFILL_TILE, dtype=jnp.int32)
+        table = jnp.arange(1, num_tokens // BLOCK_SIZE + 1, dtype=jnp.int32)[None]
+        q = normal((num_tokens, model.num_q_heads, model.head_dim), 0).astype(jnp.bfloat16)
+        pool = pool_of(model, num_tokens // BLOCK_SIZE, 1)
+        return q, pool, table, jnp.zeros_like(starts), starts, jnp.full_like(starts, PREFILL_TILE)
+
     return Case(
         name="prefill_attention",
         shape=f"{num_tokens} tokens, dense",
-        program=lambda kernels: functools.partial(
-            kernels.prefill_attention, scale=model.head_dim**-0.5, merge_tiles=4
-        ),
-        inputs=(q, pool_of(model, num_tokens // BLOCK_SIZE, 1), table, jnp.zeros_like(starts), starts,
-                jnp.full_like(starts, PREFILL_TILE)),
+        program=lambda kernels: functools.partial(kernels.prefill_attention, scale=model.head_dim**-0.5, merge_tiles=4),
+        inputs=inputs,
         flops=4.0 * model.head_dim * model.num_q_heads * num_tokens * (num_tokens + 1) / 2,
-    )  # fmt: skip
+    )
 
 
 def normal(shape: tuple[int, ...], seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def copies(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.copy(array) for array in arrays)
 
 
 def stored(values: jax.Array) -> jax.Array:

@@ -78,20 +78,28 @@ struct Rows {
   int64_t stride_bytes;
 };
 
-// Rows as they are, if they are whole bfloat16 tiles, else padded copies in `to` [16][32 * steps].
-template <class T>
-inline Rows rows_of(const T* from, int columns, int rows, Bf16* to) {
+// Rows as they are, if they are whole bfloat16 tiles, else padded copies in `to` [16][32 * steps]; `between()` runs with
+// every row that is copied.
+template <class T, class Between>
+inline Rows rows_of(const T* from, int columns, int rows, Bf16* to, Between&& between) {
   const int width = round_up(columns, kTileDepth);
   if constexpr (std::is_same_v<T, Bf16>) {
     if (rows >= kTileRows && columns == width) return {from, columns * int64_t{sizeof(Bf16)}};
   }
-  for (int i = 0; i < kTileRows; ++i) {
-    for (int k = 0; k < width; k += kTileDepth) {
-      const S32 pairs = i < rows ? read_pairs(from + static_cast<int64_t>(i) * columns + k, columns - k) : S32{};
-      std::memcpy(to + i * width + k, &pairs, sizeof pairs);
+  for (int i = 0; i < kTileRows; ++i, to += width) {
+    between();
+    const T* row = from + static_cast<int64_t>(i) * columns;
+    const int whole = i < rows ? columns / kTileDepth * kTileDepth : 0;
+    for (int k = 0; k < whole; k += kTileDepth) {
+      const S32 pairs = read_pairs(row + k);
+      std::memcpy(to + k, &pairs, sizeof pairs);
+    }
+    for (int k = whole; k < width; k += kTileDepth) {
+      const S32 pairs = i < rows ? read_pairs(row + k, columns - k) : S32{};
+      std::memcpy(to + k, &pairs, sizeof pairs);
     }
   }
-  return {to, width * int64_t{sizeof(Bf16)}};
+  return {to - kTileRows * width, width * int64_t{sizeof(Bf16)}};
 }
 
 // Where tiles of results are: [32][kColumns * 16] floats, or what they start from; stride 0 repeats one row.
@@ -202,14 +210,16 @@ class Amx {
   SPARSESERVE_TILES void few_panels(int first, int last, const uint32_t* x, int strips) {
     const int width = round_up(call_.in, kTileDepth);
     Bf16* padded = scratch<Padded, Bf16>(2 * kTileRows * width);
+    const int row_lines = static_cast<int>((call_.in * sizeof(T) + 63) / 64);
     alignas(64) float sums[4 * kTileFloats];
     amx::configure();
     for (int panel = first; panel < last; ++panel) {
+      Prefetcher ahead[2] = {next(panel + 1, last, 0), next(panel + 1, last, 1)};
       Rows weight[2];
       for (int t = 0; t < 2; ++t) {
-        weight[t] = rows_of(weight_at(weight_row(panel, t)), call_.in, weight_rows(panel, t), padded + t * kTileRows * width);
+        weight[t] = rows_of(weight_at(weight_row(panel, t)), call_.in, weight_rows(panel, t),
+                            padded + t * kTileRows * width, [&] { ahead[t].advance(row_lines); });
       }
-      Prefetcher ahead[2] = {next(panel + 1, last, 0), next(panel + 1, last, 1)};
       const auto prefetch = [&](int) {
         ahead[0].advance(kTileRows);
         ahead[1].advance(kTileRows);
@@ -289,7 +299,7 @@ class Amx {
     Rows x[2];
     for (int t = 0; t < 2; ++t) {
       const int some = std::clamp(rows - t * kTileRows, 0, kTileRows);
-      x[t] = rows_of(call_.x + (row + t * kTileRows) * call_.in, call_.in, some, padded + t * kTileRows * width);
+      x[t] = rows_of(call_.x + (row + t * kTileRows) * call_.in, call_.in, some, padded + t * kTileRows * width, [] {});
     }
     const int rows_a_step = (2 * kTileRows + steps_ - 1) / steps_;
     const bool streams = past_the_cache();
