@@ -10,8 +10,8 @@ struct ByAmx {
   using Element = uint32_t;
   static constexpr int kPerElement = 2;
 
-  static void begin() { Amx::configure(); }
-  SPARSESERVE_TILES static void end() { _tile_release(); }
+  static void begin() { AmxUnit::configure(); }
+  static void end() { AmxUnit::release(); }
 
   SPARSESERVE_TILES static void multiply(const uint32_t* a, const uint32_t* b, float* out, int n) {
     for (int lane = 0; lane < kPanel; lane += 32) {

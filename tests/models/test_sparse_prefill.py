@@ -98,8 +98,9 @@ def causal_weights(q, k, scale):
 def real_queries_and_keys(layers):
     """Of the embedded model, for a prompt of real text: {layer: (q, k, v)} in float32, [tokens, heads, head_dim]."""
     source = open_checkpoint(None)
-    config, params = source.config, load_params(source, "float32")
-    ids = Tokenizer(source).encode(real_text()[: 6 * NUM_TOKENS])[:NUM_TOKENS]
+    config, params = source.config, load_params(source.config, source.tensor, "float32")
+    tokenizer = Tokenizer(source.tokenizer_json, bos_token_id=config.bos_token_id, vocab_size=config.vocab_size)
+    ids = tokenizer.encode(real_text()[: 6 * NUM_TOKENS])[:NUM_TOKENS]
     cos, sin = rope_cos_sin(jnp.arange(NUM_TOKENS), *rope_frequencies(config))
     found = {}
 
