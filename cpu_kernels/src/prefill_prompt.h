@@ -37,6 +37,25 @@ struct Prompt {
     }
   }
 
+  // Rows of `count` tokens, block by block.
+  template <class Out>
+  void read(int half, int token, int count, Out* out) const {
+    while (count > 0) {
+      const int run = std::min(count, shape.block_size - token % shape.block_size);
+      const int64_t size = static_cast<int64_t>(std::clamp(end - token, 0, run)) * head_dim;
+      const T* from = row(half, token);
+      if constexpr (std::is_same_v<T, Out>) {
+        if (size > 0) std::memcpy(out, from, size * sizeof(Out));
+      } else {
+        for (int64_t i = 0; i < size; ++i) out[i] = to_float(from[i]);
+      }
+      std::fill(out + size, out + static_cast<int64_t>(run) * head_dim, Out{});
+      out += static_cast<int64_t>(run) * head_dim;
+      token += run;
+      count -= run;
+    }
+  }
+
   // The values of tokens `token` and `token + 1` as pairs, the first in the lower half.
   void read_value_pairs(int token, uint32_t* out) const {
     const T *even = row(1, token), *odd = row(1, token + 1);

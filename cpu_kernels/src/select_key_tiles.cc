@@ -191,10 +191,7 @@ class UnitRunner {
 
   // Rows of key tiles [first, last), and zeros that fill up the last product.
   void read_keys(const Prompt<T>& prompt, int first, int last) {
-    Value* to = reinterpret_cast<Value*>(keys_);
-    for (int token = first * kTile; token < round_up(last - first, 2) * kTile + first * kTile; ++token) {
-      prompt.read(0, token, to + static_cast<int64_t>(token - first * kTile) * head_dim_);
-    }
+    prompt.read(0, first * kTile, round_up(last - first, 2) * kTile, reinterpret_cast<Value*>(keys_));
   }
 
   // Two key tiles with all columns of a panel.
