@@ -130,3 +130,20 @@ def test_gpu_check_that_checks_nothing_fails(monkeypatch, tmp_path, options, mes
 def test_gpu_check(monkeypatch, tmp_path):
     options = {"dry_run": False, "budget_s": 350.0, "only": "conformance,kernels,transfers,serving"}
     run_main("gpu_check.py", monkeypatch, json_file=tmp_path / "check.json", **options)
+
+
+@pytest.mark.slow
+def test_sparse_prefill_keeps_real_attention(monkeypatch, tmp_path):
+    """At the threshold that docs/performance.md recommends."""
+    table = tmp_path / "quality.json"
+    run_main(
+        "prefill_quality.py", monkeypatch, text=None, num_tokens=4096, thresholds="0.9,0.995,1", dense_tokens=0,
+        layer_step=9, json_file=table,
+    )  # fmt: skip
+    rows = {row["threshold"]: row for row in json.loads(table.read_text())["rows"]}
+    assert rows["1"]["mass"] == rows["1"]["density"] == 1.0
+    assert rows["0.995"]["mass"] >= 0.98
+    assert rows["0.9"]["mass"] < rows["0.995"]["mass"]
+    assert rows["0.9"]["density"] < rows["0.995"]["density"] < 0.9
+    assert rows["best"]["mass"] >= 0.98
+    assert rows["best"]["density"] < rows["0.995"]["density"]

@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#define SPARSESERVE_TILES __attribute__((target("amx-tile,amx-bf16")))
+#define SPARSESERVE_TILES __attribute__((target("amx-tile,amx-bf16,avx512vbmi")))
 
 // GCC's tile loads do not say that they read memory.
 #define SPARSESERVE_MEMORY_BARRIER() __asm__ volatile("" ::: "memory")
@@ -21,10 +21,11 @@ namespace sparseserve::amx {
 inline bool cpu_has_it() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  return (d >> 22 & 1) && (d >> 24 & 1);  // amx-bf16, amx-tile
+  return (d >> 22 & 1) && (d >> 24 & 1) && (c >> 1 & 1);  // amx-bf16, amx-tile, avx512vbmi
 }
 
-// This processor has AMX with bfloat16, and the operating system lets this process use it.
+// This processor has AMX with bfloat16 (and the byte permutations of AVX512-VBMI, which every such CPU has), and the
+// operating system lets this process use it.
 inline bool available() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool yes = cpu_has_it() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -42,6 +43,8 @@ SPARSESERVE_TILES inline void configure() {
   _tile_loadconfig(&config);
   SPARSESERVE_MEMORY_BARRIER();
 }
+
+SPARSESERVE_TILES inline void release() { _tile_release(); }
 
 }  // namespace sparseserve::amx
 

@@ -236,7 +236,7 @@ class Amx {
         }
       }
     }
-    _tile_release();
+    amx::release();
   }
 
   Prefetcher next(int panel, int last, int tile) const {
@@ -335,7 +335,7 @@ class Amx {
       }
       waiting = direct ? -1 : panel;
     }
-    _tile_release();
+    amx::release();
     if (waiting >= 0) write_rows(0, rows);
     _mm_sfence();  // streamed lines must be there before this task counts as done
   }

@@ -100,7 +100,7 @@ class UnitRunner {
 
   void run() {
     const int most_panels = unit_.num_tiles * call_.group() * (kTile / kPanel);
-    const int64_t panel_size = static_cast<int64_t>(width_ + padded_dim_ + 2) * kPanel;
+    const int64_t panel_size = static_cast<int64_t>(width_ + padded_dim_ + 1 + Worker::kPartialSums) * kPanel;
     uint32_t* memory = scratch(most_panels * panel_size + kPanel * padded_dim_ + Worker::scratch(head_dim_));
     rows_ = memory + most_panels * panel_size;
     for (int i = 0; i < unit_.num_tiles; ++i) add_panels(unit_.tile + i, memory, panel_size);
@@ -120,7 +120,7 @@ class UnitRunner {
         read_queries(tile * kTile + token, head, count, q);
         std::fill(out, max_, 0.0f);
         std::fill(max_, max_ + kPanel, kNoMax);
-        std::fill(max_ + kPanel, max_ + 2 * kPanel, 0.0f);
+        std::fill(max_ + kPanel, max_ + (1 + Worker::kPartialSums) * kPanel, 0.0f);
         const bool* kept = call_.tile_mask == nullptr ? nullptr : call_.kept(tile, head);
         panels_.push_back(
             {q, out, max_, max_ + kPanel, call_.tile_start[tile] + token, count, kept, call_.num_key_tiles});
@@ -136,7 +136,7 @@ class UnitRunner {
   void read_queries(int token, int head, int count, uint32_t* q) {
     using Value = std::conditional_t<Worker::kPerElement == 2, Bf16, float>;
     const T* from = static_cast<const T*>(call_.q);
-    Value* rows = reinterpret_cast<Value*>(rows_);
+    Value* rows = reinterpret_cast<Value*>(Worker::kQueriesAreLanes ? rows_ : q);
     std::memset(rows, 0, kPanel * padded_dim_ * sizeof(Value));
     for (int i = 0; i < count; ++i) {
       const T* row = from + offset(token + i, head);
@@ -146,7 +146,7 @@ class UnitRunner {
         for (int d = 0; d < head_dim_; ++d) rows[i * padded_dim_ + d] = to_float(row[d]);
       }
     }
-    transpose(rows, width_, kPanel, width_, q, kPanel);
+    if (Worker::kQueriesAreLanes) transpose(rows, width_, kPanel, width_, q, kPanel);
   }
 
   void attend(uint32_t* memory) {
@@ -179,12 +179,21 @@ class UnitRunner {
   }
 
   void write_panel(const Panel* panel, int token, int head) {
-    if (panel != nullptr) transpose(panel->out, kPanel, padded_dim_, kPanel, rows_, padded_dim_);
+    const float* rows = reinterpret_cast<const float*>(rows_);
+    if (panel != nullptr && Worker::kQueriesAreLanes) {
+      transpose(panel->out, kPanel, padded_dim_, kPanel, rows_, padded_dim_);
+    } else if (panel != nullptr) {
+      rows = panel->out;
+    }
     for (int i = 0; i < kPanel; ++i) {
       float* to = call_.out + offset(token + i, head);
-      const bool some = panel != nullptr && i < panel->count && panel->sum[i] != 0.0f;
-      const float inverse = some ? 1.0f / panel->sum[i] : 0.0f;
-      const float* row = reinterpret_cast<const float*>(rows_) + i * padded_dim_;
+      float sum = 0.0f;
+      if (panel != nullptr && i < panel->count) {
+        for (int j = 0; j < Worker::kPartialSums; ++j) sum += panel->sum[i * Worker::kPartialSums + j];
+      }
+      const bool some = sum != 0.0f;
+      const float inverse = some ? 1.0f / sum : 0.0f;
+      const float* row = rows + i * padded_dim_;
       for (int d = 0; d < head_dim_; ++d) to[d] = some ? row[d] * inverse : 0.0f;
     }
   }
@@ -204,7 +213,13 @@ void run_units(const Call& call, ffi::ThreadPool& pool) {
 
 void run(const Call& call, Bf16*, ffi::ThreadPool& pool) {
 #if defined(SPARSESERVE_AMX)
-  if (call.allow_amx && Amx::supports(call.shape.head_dim)) return run_units<Bf16, Amx>(call, pool);
+  if (call.allow_amx && Amx<0>::supports(call.shape.head_dim, call.shape.block_size)) {
+    switch (call.shape.head_dim) {
+      case 64: return run_units<Bf16, Amx<2>>(call, pool);
+      case 128: return run_units<Bf16, Amx<4>>(call, pool);
+      default: return run_units<Bf16, Amx<0>>(call, pool);
+    }
+  }
 #endif
 #if defined(__AVX512BF16__)
   // Intel's cores take two cycles for a vector of bfloat16 products, which in float32 take one; AMD's do not.

@@ -29,10 +29,10 @@ static_assert(kTile % kPanel == 0 && kTile % kStepKeys == 0 && kChunkKeys % kTil
 
 // A panel's queries and its running result, in the scratch memory of a unit.
 struct Panel {
-  const uint32_t* q;  // [elements of a row][kPanel]
-  float* out;         // [head_dim][kPanel], not yet divided by sum
+  const uint32_t* q;  // [elements of a row][kPanel]; where rows are queries (AMX) [kPanel][elements of a row]
+  float* out;         // [head_dim][kPanel] or [kPanel][head_dim], not yet divided by sum
   float* max;         // [kPanel], of unscaled scores
-  float* sum;         // [kPanel]
+  float* sum;         // [kPanel], or [kPanel][16] that are to be added up
   int first;          // position of the first query in its prompt
   int count;          // queries that exist, 1 .. kPanel
   const bool* kept;   // [num_kept] key tiles to attend to, or null = all

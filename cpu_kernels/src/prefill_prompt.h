@@ -44,6 +44,27 @@ struct Prompt {
     }
   }
 
+  // Rows of `count` tokens, block by block.
+  template <class Out>
+  void read(int half, int token, int count, Out* out) const {
+    while (count > 0) {
+      const int run = std::min(count, shape.block_size - token % shape.block_size);
+      const int64_t size = static_cast<int64_t>(std::clamp(end - token, 0, run)) * head_dim;
+      const T* from = scales == nullptr ? row<T>(half, token) : nullptr;
+      if (scales != nullptr) {
+        for (int i = 0; i * head_dim < size; ++i) read_int8(half, token + i, out + static_cast<int64_t>(i) * head_dim);
+      } else if constexpr (std::is_same_v<T, Out>) {
+        if (size > 0) std::memcpy(out, from, size * sizeof(Out));
+      } else {
+        for (int64_t i = 0; i < size; ++i) out[i] = to_float(from[i]);
+      }
+      std::fill(out + size, out + static_cast<int64_t>(run) * head_dim, Out{});
+      out += static_cast<int64_t>(run) * head_dim;
+      token += run;
+      count -= run;
+    }
+  }
+
   // The values of tokens `token` and `token + 1` as pairs, the first in the lower half.
   void read_value_pairs(int token, uint32_t* out) const {
     if (scales != nullptr) return read_int8_pairs(token, out);
@@ -57,9 +78,10 @@ struct Prompt {
     }
   }
 
- private:
+  // What the int8 values of a token's key or value are multiplied by.
   float scale(int half, int token) const { return scales[(block(token) * shape.num_heads + head) * 2 + half]; }
 
+ private:
   template <class Out>
   void read_int8(int half, int token, Out* out) const {
     const int8_t* from = row<int8_t>(half, token);

@@ -47,6 +47,8 @@ class Vectors {
  public:
   using Element = typename Math::Element;
   static constexpr int kPerElement = Math::kPerElement;
+  static constexpr bool kQueriesAreLanes = true;
+  static constexpr int kPartialSums = 1;
 
   // Elements of scratch memory (32 bits each).
   static int64_t scratch(int head_dim) { return 2 * kChunkKeys * head_dim + kStepKeys * kPanel; }

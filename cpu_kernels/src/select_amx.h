@@ -11,7 +11,7 @@ struct ByAmx {
   static constexpr int kPerElement = 2;
 
   static void begin() { amx::configure(); }
-  SPARSESERVE_TILES static void end() { _tile_release(); }
+  static void end() { amx::release(); }
 
   SPARSESERVE_TILES static void multiply(const uint32_t* a, const uint32_t* b, float* out, int n) {
     for (int lane = 0; lane < kPanel; lane += 32) {

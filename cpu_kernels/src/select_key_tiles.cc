@@ -192,10 +192,7 @@ class UnitRunner {
 
   // Rows of key tiles [first, last), and zeros that fill up the last product.
   void read_keys(const Prompt<T>& prompt, int first, int last) {
-    Value* to = reinterpret_cast<Value*>(keys_);
-    for (int token = first * kTile; token < round_up(last - first, 2) * kTile + first * kTile; ++token) {
-      prompt.read(0, token, to + static_cast<int64_t>(token - first * kTile) * head_dim_);
-    }
+    prompt.read(0, first * kTile, round_up(last - first, 2) * kTile, reinterpret_cast<Value*>(keys_));
   }
 
   // Two key tiles with all columns of a panel.
@@ -299,7 +296,7 @@ void run_units(const Call& call, ffi::ThreadPool& pool) {
 
 void run(const Call& call, Bf16*, ffi::ThreadPool& pool) {
 #if defined(SPARSESERVE_AMX)
-  if (call.allow_amx && Amx::supports(call.shape.head_dim)) return run_units<Bf16, ByAmx>(call, pool);
+  if (call.allow_amx && call.shape.head_dim % 32 == 0 && AmxUnit::available()) return run_units<Bf16, ByAmx>(call, pool);
 #endif
 #if defined(__AVX512BF16__)
   // See prefill_attention.cc.
