@@ -296,7 +296,7 @@ void run_units(const Call& call, ffi::ThreadPool& pool) {
 
 void run(const Call& call, Bf16*, ffi::ThreadPool& pool) {
 #if defined(SPARSESERVE_AMX)
-  if (call.allow_amx && call.shape.head_dim % 32 == 0 && AmxUnit::available()) return run_units<Bf16, ByAmx>(call, pool);
+  if (call.allow_amx && call.shape.head_dim % 32 == 0 && amx::available()) return run_units<Bf16, ByAmx>(call, pool);
 #endif
 #if defined(__AVX512BF16__)
   // See prefill_attention.cc.
