@@ -36,6 +36,9 @@ TARGETS = (
     ("copy_blocks", "SparseServeCopyBlocks"),
     ("save_pieces", "SparseServeSavePieces"),
     ("zeros", "SparseServeZeros"),
+    ("rms_norm", "SparseServeRmsNorm"),
+    ("split_and_rotate", "SparseServeSplitAndRotate"),
+    ("make_blocks", "SparseServeMakeBlocks"),
     ("linear", "SparseServeLinear"),
 )
 

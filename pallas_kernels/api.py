@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from host_offload import flash_d2h, flash_h2d
-from pallas_kernels import linear, reference
+from pallas_kernels import linear, pointwise, reference
 from pallas_kernels.select_key_tiles import select_key_tiles
 from pallas_kernels.support import check_supported
 
@@ -38,8 +38,13 @@ class Kernels:
     load_blocks: Callable[..., Array]
     save_blocks: Callable[..., Array]
     save_pieces: Callable[..., Array]
+    rms_norm: Callable[..., Array]
+    split_and_rotate: Callable[..., tuple[Array, Array, Array]]
+    make_blocks: Callable[..., Array]
     zeros: Callable[..., Array]
     """(shape, dtype) -> an array to hold KV blocks."""
+    prepare_weights: Callable[[object], int]
+    """Called once with the tree of all weights; returns how many of their bytes now lie in huge pages."""
     linear: Callable[..., Array]
     interpreted: bool = False
     """Run by Pallas' interpreter, not compiled: right everywhere, and slow."""
@@ -118,6 +123,10 @@ class Kernels:
                 )
 
 
+def _leave_weights(weights: object) -> int:
+    return 0
+
+
 _REFERENCE = Kernels(
     name="reference",
     append_blocks=reference.append_blocks,
@@ -133,7 +142,11 @@ _REFERENCE = Kernels(
     load_blocks=flash_h2d.load_blocks,
     save_blocks=flash_d2h.save_blocks,
     save_pieces=flash_d2h.save_pieces,
+    rms_norm=pointwise.rms_norm,
+    split_and_rotate=pointwise.split_and_rotate,
+    make_blocks=pointwise.make_blocks,
     zeros=jnp.zeros,
+    prepare_weights=_leave_weights,
     linear=linear.linear,
 )
 
@@ -169,7 +182,11 @@ def _pallas(interpret: bool) -> Kernels:
         load_blocks=fixed(flash_h2d.load_blocks),
         save_blocks=fixed(flash_d2h.save_blocks),
         save_pieces=fixed(flash_d2h.save_pieces),
+        rms_norm=pointwise.rms_norm,
+        split_and_rotate=pointwise.split_and_rotate,
+        make_blocks=pointwise.make_blocks,
         zeros=jnp.zeros,
+        prepare_weights=_leave_weights,
         linear=linear.linear,
     )
 
@@ -177,7 +194,7 @@ def _pallas(interpret: bool) -> Kernels:
 @functools.cache
 def _cpu() -> Kernels:
     # Imported here: loads and registers a shared library.
-    from cpu_kernels import linear, loader, ops, prefill_attention
+    from cpu_kernels import huge_pages, linear, loader, ops, pointwise, prefill_attention
     from cpu_kernels import select_key_tiles as native_selection
 
     variant = loader.in_force().variant
@@ -197,7 +214,11 @@ def _cpu() -> Kernels:
         load_blocks=ops.load_blocks,
         save_blocks=ops.save_blocks,
         save_pieces=ops.save_pieces,
+        rms_norm=pointwise.rms_norm,
+        split_and_rotate=pointwise.split_and_rotate,
+        make_blocks=pointwise.make_blocks,
         zeros=ops.zeros,
+        prepare_weights=huge_pages.collapse,
         linear=linear.linear,
     )
 

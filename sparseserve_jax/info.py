@@ -32,6 +32,7 @@ class EngineInfo:
     host_kv_bytes: int
     table_bytes: int
     weight_bytes: int
+    huge_page_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -42,7 +43,8 @@ class EngineInfo:
         c, kv, m = self.config, self.layout, self.model_config
         return [
             f"model          {self.model}: {m.num_layers} layers, {m.num_q_heads} query / {m.num_kv_heads} KV heads, "
-            f"head_dim {m.head_dim}, {self.weight_bytes / 2**20:.0f} MiB of weights in {c.weight_dtype or c.dtype}",
+            f"head_dim {m.head_dim}, {self.weight_bytes / 2**20:.0f} MiB of weights in {c.weight_dtype or c.dtype}"
+            f"{self._huge_pages()}",
             f"backend        {self.platform} ({self.device}), jax {self.jax_version}, kernels: {self.implementation}",
             f"limits         max_model_len {kv.max_model_len} tokens, max_num_seqs {kv.max_num_seqs}",
             f"attention      {self._attention()}",
@@ -52,6 +54,9 @@ class EngineInfo:
             f"batch control  {self._batch_control()}",
             f"compile cache  {self.compilation_cache or 'off'}",
         ]
+
+    def _huge_pages(self) -> str:
+        return f", {self.huge_page_bytes / 2**20:.0f} MiB of them in huge pages" if self.huge_page_bytes else ""
 
     def _attention(self) -> str:
         c, kv = self.config, self.layout
@@ -129,4 +134,5 @@ def describe_engine(
         host_kv_bytes=runner.host_kv_bytes(),
         table_bytes=runner.table_bytes(),
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)),
+        huge_page_bytes=runner.huge_page_bytes,
     )

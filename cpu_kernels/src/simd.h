@@ -117,6 +117,15 @@ inline void load_first(const T* p, int n, F32 (&x)[Steps<T>::kVectors]) {
 
 inline void store(float* p, F32 v) { std::memcpy(p, &v, sizeof v); }
 
+inline void store(Bf16* p, F32 v) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(p, &rounded, sizeof rounded);
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(v[i]);
+#endif
+}
+
 // Like the instruction: of a NaN and a number the second argument is returned.
 inline F32 max(F32 a, F32 b) {
 #if defined(__AVX512F__)

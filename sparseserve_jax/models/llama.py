@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.api import Kernels
-from pallas_kernels.linear import linear
+from pallas_kernels.api import Kernels, get_kernels
+from pallas_kernels.linear import activation_dtype
 from sparseserve_jax.models.config import ModelConfig
-from sparseserve_jax.models.rope import apply_rope
 
 MLP_TOKENS = 4096
 """Tokens that go through the MLP at a time: its activations are the largest temporary of a prefill call (3.8 GB for
@@ -29,28 +28,26 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square layer norm (arXiv 1910.07467), in float32."""
+    """Root-mean-square layer norm (arXiv 1910.07467), in float32, rounded to `dtype`."""
 
     eps: float
+    dtype: jnp.dtype
+    kernels: Kernels
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
-        """Normalised x in float32."""
+    def __call__(self, x: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens hidden"]:
+        """Normalised x."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        x = x.astype(jnp.float32)
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale.astype(jnp.float32)
+        return self.kernels.rms_norm(x, scale, eps=self.eps, dtype=self.dtype)
 
 
 class Projection(nn.Module):
-    """A linear map with a weight `[out, in]` and, if that is int8, a scale for each of its rows.
-
-    `linear` is the operation of `pallas_kernels.linear`, in one of its implementations.
-    """
+    """A linear map with a weight `[out, in]` and, if that is int8, a scale for each of its rows."""
 
     features: int
     use_bias: bool
     weight_dtype: jnp.dtype
-    linear: Callable[..., Array]
+    kernels: Kernels
 
     @nn.compact
     def __call__(
@@ -65,7 +62,7 @@ class Projection(nn.Module):
         weight = self.param("weight", init, (self.features, x.shape[-1]), self.weight_dtype)
         scales = self.param("scale", nn.initializers.ones, (self.features,), jnp.float32) if quantized else None
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
-        return self.linear(x, weight, scales=scales, bias=bias, residual=residual, gated=gated)
+        return self.kernels.linear(x, weight, scales=scales, bias=bias, residual=residual, gated=gated)
 
 
 class DecoderLayer(nn.Module):
@@ -74,7 +71,7 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype
     weight_dtype: jnp.dtype
-    linear: Callable[..., Array]
+    kernels: Kernels
 
     @nn.compact
     def __call__(
@@ -86,18 +83,19 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "num_tokens hidden"], Any]:
         """The layer's output (float32) and whatever `attend` returned besides."""
         c = self.config
-        project = functools.partial(Projection, weight_dtype=self.weight_dtype, linear=self.linear)
+        project = functools.partial(Projection, weight_dtype=self.weight_dtype, kernels=self.kernels)
+        norm = functools.partial(RMSNorm, c.rms_norm_eps, self.dtype, self.kernels)
         num_tokens = hidden.shape[0]
-        x = RMSNorm(c.rms_norm_eps, name="input_layernorm")(hidden)
+        x = norm(name="input_layernorm")(hidden)
         width = (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim
         qkv = project(width, c.attention_bias, name="qkv_proj")(x)
-        qkv = qkv.reshape(num_tokens, -1, c.head_dim)
-        q, k, v = jnp.split(qkv, (c.num_q_heads, c.num_q_heads + c.num_kv_heads), axis=1)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out, extra = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
+        q, k, v = self.kernels.split_and_rotate(
+            qkv, cos, sin, num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads, dtype=self.dtype
+        )
+        out, extra = attend(q, k, v)
         out = out.reshape(num_tokens, c.num_q_heads * c.head_dim)
         hidden = project(c.hidden_size, c.attention_bias, name="o_proj")(out, residual=hidden)
-        x = RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(hidden)
+        x = norm(name="post_attention_layernorm")(hidden)
         gate_up = project(2 * c.intermediate_size, c.mlp_bias, name="gate_up_proj")
         down = project(c.hidden_size, c.mlp_bias, name="down_proj")
 
@@ -119,7 +117,7 @@ def run_layer(
     kernels: Kernels,
 ) -> tuple[Float[Array, "num_tokens hidden"], Any]:
     """One `DecoderLayer` with explicit parameters: its output and whatever `attend` returned besides."""
-    layer = DecoderLayer(config, jnp.dtype(dtype), layer_params["qkv_proj"]["weight"].dtype, kernels.linear)
+    layer = DecoderLayer(config, jnp.dtype(dtype), layer_params["qkv_proj"]["weight"].dtype, kernels)
     return cast(tuple[Array, Any], layer.apply({"params": layer_params}, hidden, cos, sin, attend))
 
 
@@ -134,8 +132,9 @@ def unembed(
     config: ModelConfig, params: Any, hidden: Float[Array, "num_tokens hidden"], *, kernels: Kernels
 ) -> Float[Array, "num_tokens vocab"]:
     """Final norm and logits in float32."""
-    x = cast(Array, RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
     weight, scales = _matrix(params["embed_tokens" if config.tie_word_embeddings else "lm_head"])
+    norm = RMSNorm(config.rms_norm_eps, activation_dtype(weight.dtype), kernels)
+    x = cast(Array, norm.apply({"params": params["norm"]}, hidden))
     return kernels.linear(x, weight, scales=scales)
 
 
@@ -149,7 +148,7 @@ def abstract_params(config: ModelConfig, dtype: str, weight_dtype: str | None = 
     tokens = jax.ShapeDtypeStruct((1, config.hidden_size), jnp.float32)
     angles = jax.ShapeDtypeStruct((1, config.head_dim), jnp.float32)
     stored = jnp.dtype(weight_dtype or dtype)
-    layer = DecoderLayer(config, jnp.dtype(dtype), stored, linear)
+    layer = DecoderLayer(config, jnp.dtype(dtype), stored, get_kernels("reference", "cpu"))
 
     def init(hidden: Array, cos: Array, sin: Array) -> Any:
         return layer.init(jax.random.key(0), hidden, cos, sin, lambda q, k, v: (q, None))["params"]

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import to_storage
 from sparseserve_jax.models.kv_state import StepSpec
-from sparseserve_jax.models.llama import run_layer, unembed
+from sparseserve_jax.models.llama import embed, run_layer, unembed
 from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
 
 
@@ -46,6 +46,14 @@ class PrefillCall:
     tile_tokens: Int[Array, "num_tiles"]
 
 
+@functools.partial(jax.jit, static_argnames=("spec",))
+def begin_prefill(
+    params: Any, token_ids: Int[Array, "num_tokens"], positions: Int[Array, "num_tokens"], *, spec: StepSpec
+) -> tuple[Float[Array, "num_tokens hidden"], tuple[Array, Array]]:
+    """Embeddings of a call's tokens, and the cosines and sines `[num_tokens, head_dim]` of their positions."""
+    return embed(params, token_ids), rope_cos_sin(positions, *rope_frequencies(spec.model))
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("spec", "single_prompt", "sparse"),
@@ -54,6 +62,7 @@ class PrefillCall:
 def prefill_layer(
     layer_params: Any,
     hidden: Float[Array, "num_tokens hidden"],
+    rope: tuple[Float[Array, "num_tokens head_dim"], Float[Array, "num_tokens head_dim"]],
     pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
     digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
     scales: Float32[Array, "num_blocks num_kv_heads 2"] | None,
@@ -66,6 +75,7 @@ def prefill_layer(
     """Runs one layer over the call's tokens.
 
     Args:
+        rope: cosines and sines of `begin_prefill`, the same for every layer.
         digests: the layer's digests, or None for a dense layer.
         scales: those of an int8 pool, or None.
         single_prompt: the call holds one prompt, so attention may use larger tiles.
@@ -76,13 +86,10 @@ def prefill_layer(
     """
     config, kernels, block_size = spec.model, spec.kernels, spec.layout.block_size
     num_tokens = hidden.shape[0]
-    cos, sin = rope_cos_sin(call.positions, *rope_frequencies(config))
     merge = 1 if not single_prompt else max(m for m in (1, 2, 4) if num_tokens % (m * PREFILL_TILE) == 0)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array | None, Array | None, Array]]:
-        real = (jnp.arange(block_size)[None, :] < call.block_tokens[:, None]).reshape(-1, 1, 1)
-        kv = jnp.where(real[:, None], jnp.stack([k, v], axis=1), 0)  # [num_tokens, 2, heads, head_dim]
-        blocks = kv.reshape(-1, block_size, 2, config.num_kv_heads, config.head_dim).transpose(0, 3, 2, 1, 4)
+        blocks = kernels.make_blocks(k, v, call.block_tokens, block_size=block_size)
         stored = to_storage(blocks, pool.dtype) if scales is None else blocks
         new_pool, new_digests, new_scales = kernels.append_blocks(
             pool, digests, stored, call.pool_ids, call.block_tokens, call.digest_ids, scales, method=spec.selection
@@ -98,7 +105,7 @@ def prefill_layer(
         return out, (new_pool, new_digests, new_scales, stored)
 
     hidden, (pool, digests, scales, blocks) = run_layer(
-        config, spec.dtype, layer_params, hidden, cos, sin, attend, kernels=kernels
+        config, spec.dtype, layer_params, hidden, *rope, attend, kernels=kernels
     )
     return hidden, pool, digests, scales, blocks
 

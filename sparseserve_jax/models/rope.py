@@ -77,18 +77,6 @@ def rope_cos_sin(
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
-def apply_rope(
-    x: Float[Array, "num_tokens num_heads head_dim"],
-    cos: Float[Array, "num_tokens head_dim"],
-    sin: Float[Array, "num_tokens head_dim"],
-) -> Float[Array, "num_tokens num_heads head_dim"]:
-    """Rotates queries or keys: `x * cos + rotate_half(x) * sin` in float32, returned in the dtype of `x`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([-second, first], axis=-1)
-    out = x.astype(jnp.float32) * cos[:, None, :] + turned * sin[:, None, :]
-    return out.astype(x.dtype)
-
-
 def _wavelengths(config: ModelConfig) -> np.ndarray:
     """theta ** (2i / head_dim), float32 `[head_dim / 2]`."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)

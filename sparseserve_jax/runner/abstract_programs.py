@@ -95,7 +95,9 @@ class AbstractRunner:
         pool = staging if layout.tiered else self.state.pools[-1]
         digests = self.state.digests[-1] if self.state.digests else None
         scales = self.state.scales[-1] if self.state.scales else None
-        args = (self.params["layers"][-1], *abstract((hidden, pool)), digests, scales, abstract(call.call))
+        angles = jax.ShapeDtypeStruct((num_tokens, layout.head_dim), jnp.float32)
+        hidden, rope, pool = abstract((hidden, (angles, angles), pool))
+        args = (self.params["layers"][-1], hidden, rope, pool, digests, scales, abstract(call.call))
         sparse = self.spec.prefills_sparsely(layout.num_layers - 1)
         kwargs = {"spec": self.spec, "single_prompt": True, "sparse": sparse}
         return Program(function=prefill_layer, args=args, kwargs=kwargs)

@@ -25,16 +25,13 @@ from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
 from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
-from sparseserve_jax.models.llama import embed
-from sparseserve_jax.models.prefill import prefill_layer, prefill_logits
+from sparseserve_jax.models.prefill import begin_prefill, prefill_layer, prefill_logits
 from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, StepPlan
 from sparseserve_jax.request import SamplingParams
 from sparseserve_jax.runner import buckets, transfers
 from sparseserve_jax.runner.prefill_calls import OpenCall
 from sparseserve_jax.runner.sequences import Sequence, SequenceTables
 from sparseserve_jax.runner.token_sampler import PendingTokens, SampledToken, TokenSampler
-
-_embed = jax.jit(embed)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -99,6 +96,9 @@ class ModelRunner:
 
     Args:
         params: of `models.weights.load_params`.
+
+    Attributes:
+        huge_page_bytes: bytes of the weights that lie in huge pages (native CPU kernels on Linux).
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class ModelRunner:
         device: jax.Device,
     ) -> None:
         self.layout, self.config, self.params = layout, config, commit(params, device)
+        self.huge_page_bytes = kernels.prepare_weights(self.params)
         self.spec = make_spec(config, model, layout, kernels)
         self._host_pools: tuple[Array, ...] = ()
         self._staging: Array | None = None
@@ -183,7 +184,7 @@ class ModelRunner:
             yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
             call = self._open_call((), min_tokens=num_tokens)
             call.is_single = single
-            call.hidden = _embed(self.params, *to_device([call.token_ids()]))
+            self._begin(call)
             for layer in layers:
                 self._prefill_layer(call, layer)
             rows = np.zeros(buckets.NUM_PREFILL_PROMPTS, np.int32)
@@ -384,7 +385,7 @@ class ModelRunner:
         if call is None:
             call = self._calls[key] = self._open_call(segment.items)
         if call.hidden is None:
-            call.hidden = _embed(self.params, *to_device([call.token_ids()]))
+            self._begin(call)
         assert call.items == segment.items, "the plan and the open prefill call name different prompts"
         for layer in range(segment.layer_start, segment.layer_end):
             self._prefill_layer(call, layer)
@@ -409,6 +410,10 @@ class ModelRunner:
             staged=layout.tiered, min_tokens=min_tokens,
         )  # fmt: skip
 
+    def _begin(self, call: OpenCall) -> None:
+        token_ids = to_device(call.token_ids())
+        call.hidden, call.rope = begin_prefill(self.params, token_ids, call.call.positions, spec=self.spec)
+
     def _prefill_layer(self, call: OpenCall, layer: int) -> None:
         layout, state = self.layout, self._state
         sparse = layer - layout.num_dense_layers
@@ -418,7 +423,7 @@ class ModelRunner:
             self._fill_staging(call, layer)
         pool = self._staging if layout.tiered else state.pools[layer]
         call.hidden, pool, digests, scales, blocks = prefill_layer(
-            self.params["layers"][layer], call.hidden, pool, digests, scales, call.call,
+            self.params["layers"][layer], call.hidden, call.rope, pool, digests, scales, call.call,
             spec=self.spec, single_prompt=call.is_single, sparse=self.spec.prefills_sparsely(layer),
         )  # fmt: skip
         if layout.tiered:

@@ -46,6 +46,7 @@ class OpenCall:
         self._placed = placed
         self.num_tokens = bucket_for(max(offset, min_tokens), token_buckets)
         self.hidden: Array | None = None
+        self.rope: tuple[Array, Array] | None = None
         self.is_single = len(items) == 1
         self.call, self.save_ids = self._lay_out()
 

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.pointwise import apply_rope
 from sparseserve_jax.models.config import ModelConfig
-from sparseserve_jax.models.rope import apply_rope, max_supported_len, rope_cos_sin, rope_frequencies
+from sparseserve_jax.models.rope import max_supported_len, rope_cos_sin, rope_frequencies
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS = {
