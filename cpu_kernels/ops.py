@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from cpu_kernels.loader import target
@@ -210,7 +211,7 @@ def save_pieces(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> Num[Array, "..."]:
+def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Num[Array, "..."]:
     """A zeroed array, in huge pages where Linux has them (scattered reads of blocks are then about a fifth faster)."""
     return jax.ffi.ffi_call(target("zeros"), jax.ShapeDtypeStruct(shape, dtype))()
 
