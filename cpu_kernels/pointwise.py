@@ -39,7 +39,8 @@ def split_and_rotate(
     num_tokens, head_dim = cos.shape
     q = jax.ShapeDtypeStruct((num_tokens, num_q_heads, head_dim), dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), dtype)
-    return tuple(jax.ffi.ffi_call(target("split_and_rotate"), (q, kv, kv))(qkv, cos, sin))
+    q, k, v = jax.ffi.ffi_call(target("split_and_rotate"), (q, kv, kv))(qkv, cos, sin)
+    return q, k, v
 
 
 def make_blocks(

@@ -37,12 +37,11 @@ from sparseserve_jax.text.tokenizer import Tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"sparse_budget_tokens": None},
+    "dense, sparse prefill": {"sparse_budget_tokens": None, "prefill_sparsity": 0.995},
+    "dense, int8 KV": {"sparse_budget_tokens": None, "kv_dtype": "int8"},
+    "dense, int8 weights": {"sparse_budget_tokens": None, "weight_dtype": "int8"},
     "sparse decode": {},
-    "sparse prefill": {"prefill_sparsity": 0.95},
-    "int8 KV": {"kv_dtype": "int8"},
-    "int8 weights": {"weight_dtype": "int8"},
-    "sparse prefill, int8 KV": {"prefill_sparsity": 0.95, "kv_dtype": "int8"},
-    "all": {"prefill_sparsity": 0.95, "kv_dtype": "int8", "weight_dtype": "int8"},
+    "sparse decode, sparse prefill, int8 KV": {"prefill_sparsity": 0.995, "kv_dtype": "int8"},
 }
 """By name, what differs from the defaults (sparse decode, dense prefill, bfloat16)."""
 TASKS = ("qasper", "hotpotqa", "2wikimqa", "multifieldqa_en", "narrativeqa", "triviaqa", "gov_report", "qmsum", "lcc")
@@ -65,16 +64,15 @@ def main(
     rows: int = typer.Option(4, help="Prompts of each task, at most."),
     max_tokens: int = typer.Option(8000, help="Longer prompts lose their middle."),
     lengths: str = typer.Option("1000,2000,4000,7500", help="Lengths of the texts with passcodes, tokens, by comma."),
-    settings: str = typer.Option(
-        ",".join(SETTINGS).replace("prefill, int8", "prefill; int8"),
-        help="By comma; `;` inside a name stands for a comma.",
-    ),
-    prefill_sparsity: float = typer.Option(0.95, help="Of the settings with sparse prefill."),
+    settings: str = typer.Option(";".join(SETTINGS), help="By semicolon."),
+    prefill_sparsity: float = typer.Option(0.995, help="Of the settings with sparse prefill."),
     model: str | None = typer.Option(None, help="A checkpoint; none = the embedded SmolLM2-135M-Instruct."),
-    json_file: Path | None = typer.Option(None, "--json", help="Write the table."),
+    json_file: Path | None = typer.Option(None, "--json", help="Write the table; settings that are in it stay."),
 ) -> None:
     table: dict[str, dict[str, Any]] = {}
-    for name in (setting.replace(";", ",") for setting in settings.split(",")):
+    if json_file is not None and json_file.exists():
+        table = json.loads(json_file.read_text())["table"]
+    for name in settings.split(";"):
         started = time.perf_counter()
         options = dict(SETTINGS[name])
         if "prefill_sparsity" in options:
@@ -174,8 +172,10 @@ def _show(table: dict[str, dict[str, Any]]) -> None:
     shown = rich.table.Table(title="quality by setting")
     for column in ("setting", "nll", "change", "passcode"):
         shown.add_column(column, justify="left" if column == "setting" else "right")
-    first = next(iter(table.values())).get("nll")
-    for name, row in table.items():
+    names = [name for name in SETTINGS if name in table]
+    first = table[names[0]].get("nll")
+    for name in names:
+        row = table[name]
         nll = row.get("nll")
         change = f"{nll / first - 1:+.2%}" if nll is not None and first else ""
         shown.add_row(name, "" if nll is None else f"{nll:.4f}", change, f"{row['passcode']:.2f}")
