@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ffi_op.h"
+#include "group_tiles.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -28,6 +29,7 @@ struct Args {
   float scale;
   bool per_query_head;
   int num_sink, num_newest;
+  bool amx;
   float* out;
 
   // Blocks that get a score: all but the newest, whose digest may still be that of the block id's last owner.
@@ -36,30 +38,95 @@ struct Args {
   }
 };
 
-// Scores of blocks [first, last) for each query of the group, `stride` apart.
-template <int kWidth, class T>
-void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores, int64_t stride) {
+// [q, |q|] of a query of the lane.
+void read_query(const Args& args, int64_t lane, int g, std::vector<float>& values) {
+  values.resize(2 * args.head_dim);
+  read_floats(args.q, (lane * args.group + g) * args.head_dim, args.head_dim, values.data());
+  for (int d = 0; d < args.head_dim; ++d) values[args.head_dim + d] = values[d] < 0.0f ? -values[d] : values[d];
+}
+
+// Digests of kLanes blocks from `block` on; the last one again where there are no more. Later ones are prefetched.
+template <class T>
+void find_digests(const Args& args, int64_t lane, int64_t block, int64_t last, const T* (&rows)[kLanes]) {
   const int64_t seq = lane / args.num_heads, head = lane % args.num_heads;
-  const int width = 2 * args.head_dim, stride_of_query = query_stride<T>(width);
-  static thread_local std::vector<float> values, queries;
-  values.resize(width);
-  queries.resize(args.group * stride_of_query);
-  for (int g = 0; g < args.group; ++g) {
-    read_floats(args.q, (lane * args.group + g) * args.head_dim, args.head_dim, values.data());
-    for (int d = 0; d < args.head_dim; ++d) values[args.head_dim + d] = values[d] < 0.0f ? -values[d] : values[d];
-    make_query<T>(values.data(), width, queries.data() + g * stride_of_query);
-  }
+  const int width = 2 * args.head_dim;
   const int32_t* table = args.block_table + seq * args.max_blocks;
   const auto digest = [&](int64_t block) {
     const int64_t id = std::clamp<int64_t>(table[block], 0, args.num_digests - 1);
     return static_cast<const T*>(args.digests) + (id * args.num_heads + head) * width;
   };
+  for (int i = 0; i < kLanes; ++i) {
+    rows[i] = digest(std::min(block + i, last - 1));
+    Prefetcher(digest(std::min(block + kAhead * kLanes + i, last - 1)), width * sizeof(T)).advance(width);
+  }
+}
+
+#if defined(SPARSESERVE_AMX)
+// `score` by tiles. Digests lie anywhere, so those of 16 blocks are brought together first.
+SPARSESERVE_TILES void score_by_tiles(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores,
+                                      int64_t stride) {
+  constexpr int kRows = GroupTiles::kRows;
+  const int width = 2 * args.head_dim, num_tiles = static_cast<int>((last - first + kRows - 1) / kRows);
+  static thread_local std::vector<float> values, products;
+  static thread_local std::vector<Bf16> queries, gathered;
+  queries.assign(GroupTiles::packed_size(width), Bf16{0});
+  for (int g = 0; g < args.group; ++g) {
+    read_query(args, lane, g, values);
+    GroupTiles::pack(values.data(), g, width, queries.data());
+  }
+  gathered.resize(2 * kRows * width);
+  products.resize(num_tiles * kRows * args.group);
+  GroupTiles::configure(args.group);
+  const auto multiply = [&](int i) SPARSESERVE_TILES {
+    GroupTiles::multiply(gathered.data() + i % 2 * kRows * width, width * sizeof(Bf16), width, queries.data(),
+                         args.group, products.data() + i * kRows * args.group);
+  };
+  for (int i = 0; i < num_tiles; ++i) {
+    const Bf16* rows[kRows];
+    find_digests(args, lane, first + i * kRows, last, rows);
+    Bf16* together = gathered.data() + i % 2 * kRows * width;
+    for (int row = 0; row < kRows; ++row) {
+      for (int d = 0; d < width; d += 32) {
+        _mm512_storeu_si512(together + row * width + d, _mm512_loadu_si512(rows[row] + d));
+      }
+    }
+    if (i > 0) multiply(i - 1);  // not these yet: a tile cannot be loaded from stores that are still under way
+  }
+  multiply(num_tiles - 1);
+  amx::release();
+  with_group(args.group, [&](auto group) {
+    const GroupTransposition<group> transpose;
+    for (int i = 0; i < num_tiles; ++i) {
+      const int64_t block = first + i * kRows, count = std::min<int64_t>(last - block, kRows);
+      F32 of_queries[group];
+      transpose(products.data() + i * kRows * group, of_queries);
+      for (int g = 0; g < group; ++g) {
+        const F32 scaled = of_queries[g] * args.scale;
+        std::memcpy(scores + g * stride + block, &scaled, count * sizeof(float));
+      }
+    }
+  });
+}
+#endif
+
+// Scores of blocks [first, last) for each query of the group, `stride` apart.
+template <int kWidth, class T>
+void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores, int64_t stride) {
+#if defined(SPARSESERVE_AMX)
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (args.amx) return score_by_tiles(args, lane, first, last, scores, stride);
+  }
+#endif
+  const int width = 2 * args.head_dim, stride_of_query = query_stride<T>(width);
+  static thread_local std::vector<float> values, queries;
+  queries.resize(args.group * stride_of_query);
+  for (int g = 0; g < args.group; ++g) {
+    read_query(args, lane, g, values);
+    make_query<T>(values.data(), width, queries.data() + g * stride_of_query);
+  }
   for (int64_t block = first; block < last; block += kLanes) {
     const T* rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      rows[i] = digest(std::min(block + i, last - 1));
-      Prefetcher(digest(std::min(block + kAhead * kLanes + i, last - 1)), width * sizeof(T)).advance(width);
-    }
+    find_digests(args, lane, block, last, rows);
     for (int g = 0; g < args.group; g += kMaxQueries) {
       const int num_queries = std::min(args.group - g, kMaxQueries);
       F32 sums[kMaxQueries];
@@ -78,8 +145,13 @@ void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* s
 void add_softmax(const float* scores, int64_t n, float weight, bool first, float* ranks) {
   static thread_local std::vector<float> powers;
   powers.resize(n + kLanes);
-  float most = scores[0];
-  for (int64_t i = 1; i < n; ++i) most = scores[i] > most ? scores[i] : most;
+  F32 maxima = splat(scores[0]);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    F32 s[1];
+    load_first(scores + i, static_cast<int>(std::min<int64_t>(n - i, kLanes)), s);
+    maxima = max(maxima, first_lanes(s[0], static_cast<int>(std::min<int64_t>(n - i, kLanes)), maxima));
+  }
+  const float most = reduce_max(maxima);
   F32 sums = {};
   for (int64_t i = 0; i < n; i += kLanes) {
     const int rest = static_cast<int>(std::min<int64_t>(n - i, kLanes));
@@ -146,7 +218,7 @@ void run(ffi::ThreadPool& threads, const Args& args, int64_t num_lanes) {
 
 ffi::Error score_blocks(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer digests, Ints block_table,
                         Ints num_blocks, ffi::Result<Floats> out, float scale, bool per_query_head, int32_t num_sink,
-                        int32_t num_newest) {
+                        int32_t num_newest, bool allow_amx) {
   SPARSESERVE_CHECK(rank(digests) == 4 && dim(digests, 2) == 2 && dim(digests, 0) > 0 && dim(digests, 1) > 0,
                     "digests are [num_blocks, num_kv_heads, 2, head_dim]");
   SPARSESERVE_CHECK(rank(q) == 3 && dim(q, 2) == dim(digests, 3) && is_float(q),
@@ -158,9 +230,14 @@ ffi::Error score_blocks(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffe
   const int group = static_cast<int>(dim(q, 1) / num_heads), head_dim = static_cast<int>(dim(q, 2));
   SPARSESERVE_CHECK(static_cast<int64_t>(out->element_count()) == num_lanes * (per_query_head ? group : 1) * max_blocks,
                     "the result is [num_seqs, heads that select, max_blocks]");
+#if defined(SPARSESERVE_AMX)
+  const bool amx = allow_amx && GroupTiles::supports(2 * head_dim, group);
+#else
+  const bool amx = false;
+#endif
   const Args args{q, digests.untyped_data(), block_table.typed_data(), num_blocks.typed_data(), dim(digests, 0),
                   num_heads, max_blocks, head_dim, group, scale, per_query_head, num_sink, num_newest,
-                  out->typed_data()};
+                  amx, out->typed_data()};
   SPARSESERVE_CHECK(with_float_type(digests.element_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (std::is_same_v<T, Bf16>) {  // as in decode_attention.cc
@@ -186,4 +263,5 @@ SPARSESERVE_FFI_HANDLER(SparseServeScoreBlocks, sparseserve::score_blocks,
                             .Attr<float>("scale")
                             .Attr<bool>("per_query_head")
                             .Attr<int32_t>("num_sink_blocks")
-                            .Attr<int32_t>("num_newest_blocks"));
+                            .Attr<int32_t>("num_newest_blocks")
+                            .Attr<bool>("allow_amx"));
