@@ -10,8 +10,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
-#include <cstdlib>
 
 #include "group_tiles.h"
 
@@ -51,16 +51,15 @@ class DecodeAmx {
     products_.resize(num_tiles * group_);
     scores_.resize(num_tiles * group_);
     weights_.resize(num_tiles * group_ * 2);
-    Ahead ahead(tokens, next, kRows * head_dim_ * static_cast<int>(sizeof(Bf16)) / 64);
     GroupTiles::configure(group_);
     for (int i = 0; i < num_tiles; ++i) {
       GroupTiles::multiply(tokens[i].keys, head_dim_ * sizeof(Bf16), head_dim_, queries_.data(), group_,
                            products_[i * group_].values);
-      ahead.advance(3);
+      prefetch(tokens, next, i);
     }
-    with_group(group_, [&](auto group) { softmax<group>(tokens, factor, mask_stride, states, stride, ahead); });
+    with_group(group_, [&](auto group) { softmax<group>(tokens, factor, mask_stride, states, stride); });
     for (int d = 0; d < head_dim_; d += kMostSteps * 32) {
-      add_values(tokens, d, std::min(kMostSteps, (head_dim_ - d) / 32), states + header + d, stride, ahead);
+      add_values(tokens, next, d, std::min(kMostSteps, (head_dim_ - d) / 32), states + header + d, stride);
     }
     amx::release();
   }
@@ -72,41 +71,22 @@ class DecodeAmx {
     float values[16];
   };
 
-  // Prefetches keys of a chunk, values of it, and the first of the next one, always some tiles ahead of their use. Each
-  // tile is used once as keys and once as values; `advance` is called for it three times, with the eighths of two tiles.
-  class Ahead {
-   public:
-    // lines: of a tile of keys or values.
-    Ahead(const std::vector<Tokens>& tokens, const std::vector<Tokens>& next, int lines)
-        : tokens_(tokens), next_(next), lines_(lines), tile_([] { static const int a = atoi(getenv("AHEAD")); return a; }()) {}
-
-    void advance(int quarters) {
-      for (int n = lines_ * quarters / 4; n > 0; --n) {
-        if (line_ == 0) find();
-        if (start_) __builtin_prefetch(start_ + 64 * line_, 0, 2);
-        if (++line_ == lines_) line_ = 0, ++tile_;
-      }
+  // Prefetches what is used `kAhead` tiles after the i-th: keys of these tokens, then their values, then keys of the next.
+  void prefetch(const std::vector<Tokens>& tokens, const std::vector<Tokens>& next, int i) const {
+    constexpr int kAhead = 8;
+    const size_t tile = i + kAhead, n = tokens.size();
+    const Bf16* start = nullptr;
+    if (tile < n) {
+      start = tokens[tile].keys;
+    } else if (tile < 2 * n) {
+      start = tokens[tile - n].values;
+    } else if (tile - 2 * n < next.size()) {
+      start = next[tile - 2 * n].keys;
+    } else {
+      return;
     }
-
-   private:
-    void find() {
-      const size_t n = tokens_.size();
-      const Bf16* start = nullptr;
-      if (tile_ < n) {
-        start = tokens_[tile_].keys;
-      } else if (tile_ < 2 * n) {
-        start = tokens_[tile_ - n].values;
-      } else if (tile_ - 2 * n < next_.size()) {
-        start = next_[tile_ - 2 * n].keys;
-      }
-      start_ = reinterpret_cast<const char*>(start);
-    }
-
-    const std::vector<Tokens>&tokens_, &next_;
-    int lines_, line_ = 0;
-    size_t tile_;
-    const char* start_ = nullptr;
-  };
+    for (int k = 0; k < kRows * head_dim_; k += 32) __builtin_prefetch(start + k, 0, 2);
+  }
 
   // 2^x to 1e-5 of the value, for weights of 8 bits. NaN stays NaN, and -inf gives zero.
   static F32 power(F32 x) {
@@ -121,8 +101,7 @@ class DecodeAmx {
 
   // Products become weights, as pairs: tile i of weights has rows (w, 0) of each query, then rows (0, w).
   template <int kGroup>
-  void softmax(const std::vector<Tokens>& tokens, float factor, int64_t mask_stride, float* states, int stride,
-               Ahead& ahead) {
+  void softmax(const std::vector<Tokens>& tokens, float factor, int64_t mask_stride, float* states, int stride) {
     const int num_tiles = static_cast<int>(tokens.size());
     const GroupTransposition<kGroup> transpose;
     const F32 masked = splat(-__builtin_inff());
@@ -137,7 +116,6 @@ class DecodeAmx {
         most[g] = max(most[g], scores[g]);
         store(scores_[i * kGroup + g].values, scores[g]);
       }
-      ahead.advance(1);
     }
     F32 maxima[kGroup];
     for (int g = 0; g < kGroup; ++g) {
@@ -154,14 +132,13 @@ class DecodeAmx {
         _mm512_store_si512(weights_[(2 * i + 0) * kGroup + g].values, low);
         _mm512_store_si512(weights_[(2 * i + 1) * kGroup + g].values, high);
       }
-      ahead.advance(1);
     }
     for (int g = 0; g < kGroup; ++g) states[g * stride + 1] = reduce_add(sums[g]);
   }
 
   // Sums of values for `steps` times 32 dimensions from d on.
-  SPARSESERVE_TILES void add_values(const std::vector<Tokens>& tokens, int d, int steps, float* sums, int stride,
-                                    Ahead& ahead) {
+  SPARSESERVE_TILES void add_values(const std::vector<Tokens>& tokens, const std::vector<Tokens>& next, int d,
+                                    int steps, float* sums, int stride) {
     const int num_tiles = static_cast<int>(tokens.size());
     const int64_t row_bytes = head_dim_ * sizeof(Bf16);
     _tile_zero(4);
@@ -186,7 +163,7 @@ class DecodeAmx {
         _tile_loadd(2, values + 96, row_bytes);
         _tile_dpbf16ps(7, 3, 2);
       }
-      if (d == 0) ahead.advance(3);
+      if (d == 0) prefetch(tokens, next, num_tiles + i);
     }
     float out[kMostSteps][2 * GroupTiles::kMostQueries][16];
     _tile_stored(4, out[0], 64);
