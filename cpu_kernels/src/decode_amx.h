@@ -67,10 +67,6 @@ class DecodeAmx {
  private:
   static constexpr int kMostSteps = 4;  // of 32 dimensions that have tiles for their sums
 
-  struct alignas(64) Row {
-    float values[16];
-  };
-
   // Prefetches what is used `kAhead` tiles after the i-th: keys of these tokens, then their values, then keys of the next.
   void prefetch(const std::vector<Tokens>& tokens, const std::vector<Tokens>& next, int i) const {
     constexpr int kAhead = 8;
@@ -188,7 +184,7 @@ class DecodeAmx {
 
   int group_ = 0, head_dim_ = 0;
   std::vector<Bf16> queries_, whole_;
-  std::vector<Row> products_, scores_, weights_;
+  std::vector<Line> products_, scores_, weights_;
 };
 
 #endif

@@ -14,6 +14,11 @@ namespace sparseserve {
 
 #if defined(SPARSESERVE_AMX)
 
+// Memory that tiles are loaded from or stored to is faster if it is aligned.
+struct alignas(64) Line {
+  float values[16];
+};
+
 class GroupTiles {
  public:
   static constexpr int kMostQueries = 8;  // weights of a query take two rows of a tile: see decode_amx.h

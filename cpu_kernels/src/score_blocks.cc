@@ -45,65 +45,86 @@ void read_query(const Args& args, int64_t lane, int g, std::vector<float>& value
   for (int d = 0; d < args.head_dim; ++d) values[args.head_dim + d] = values[d] < 0.0f ? -values[d] : values[d];
 }
 
-// Digests of kLanes blocks from `block` on; the last one again where there are no more. Later ones are prefetched.
-template <class T>
-void find_digests(const Args& args, int64_t lane, int64_t block, int64_t last, const T* (&rows)[kLanes]) {
-  const int64_t seq = lane / args.num_heads, head = lane % args.num_heads;
-  const int width = 2 * args.head_dim;
-  const int32_t* table = args.block_table + seq * args.max_blocks;
-  const auto digest = [&](int64_t block) {
-    const int64_t id = std::clamp<int64_t>(table[block], 0, args.num_digests - 1);
-    return static_cast<const T*>(args.digests) + (id * args.num_heads + head) * width;
-  };
-  for (int i = 0; i < kLanes; ++i) {
-    rows[i] = digest(std::min(block + i, last - 1));
-    Prefetcher(digest(std::min(block + kAhead * kLanes + i, last - 1)), width * sizeof(T)).advance(width);
+// The digests of some blocks of a lane, in whole vectors: the last one is repeated.
+template <int kWidth, class T>
+class Digests {
+ public:
+  Digests(const Args& args, int64_t lane, int64_t first, int64_t last) : width_(2 * args.head_dim) {
+    const int32_t* table = args.block_table + lane / args.num_heads * args.max_blocks + first;
+    const T* start = static_cast<const T*>(args.digests) + lane % args.num_heads * width();
+    const int64_t stride = args.num_heads * width(), most = args.num_digests - 1, n = last - first;
+    for (int64_t i = 0; i < n; ++i) rows_[i] = start + std::clamp<int64_t>(table[i], 0, most) * stride;
+    end_ = (n + kLanes - 1) / kLanes * kLanes;
+    for (int64_t i = n; i < end_; ++i) rows_[i] = rows_[n - 1];
+    for (int64_t i = 0; i < kAhead * kLanes; ++i) prefetch(i);
   }
-}
+
+  int width() const { return kWidth ? kWidth : width_; }
+  const T* operator[](int64_t i) const { return rows_[i]; }
+
+  // What is used kAhead vectors after this one.
+  void prefetch_after(int64_t i) const {
+    for (int lane = 0; lane < kLanes; ++lane) prefetch(i + kAhead * kLanes + lane);
+  }
+
+ private:
+  void prefetch(int64_t i) const {
+    if (i >= end_) return;
+    const char* row = reinterpret_cast<const char*>(rows_[i]);
+    for (int line = 0; line < width() * static_cast<int>(sizeof(T)); line += 64) __builtin_prefetch(row + line, 0, 2);
+  }
+
+  int width_;
+  int64_t end_;
+  const T* rows_[kChunk];
+};
 
 #if defined(SPARSESERVE_AMX)
 // `score` by tiles. Digests lie anywhere, so those of 16 blocks are brought together first.
+template <int kWidth>
 SPARSESERVE_TILES void score_by_tiles(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores,
                                       int64_t stride) {
   constexpr int kRows = GroupTiles::kRows;
-  const int width = 2 * args.head_dim, num_tiles = static_cast<int>((last - first + kRows - 1) / kRows);
-  static thread_local std::vector<float> values, products;
-  static thread_local std::vector<Bf16> queries, gathered;
-  queries.assign(GroupTiles::packed_size(width), Bf16{0});
+  static_assert(kRows == kLanes);
+  const Digests<kWidth, Bf16> digests(args, lane, first, last);
+  const int width = digests.width(), num_tiles = static_cast<int>((last - first + kRows - 1) / kRows);
+  static thread_local std::vector<float> values;
+  static thread_local std::vector<Line> queries, gathered, products;
+  queries.assign(GroupTiles::packed_size(width) * sizeof(Bf16) / sizeof(Line), Line{});
+  gathered.resize(2 * kRows * width * sizeof(Bf16) / sizeof(Line));
+  products.resize(num_tiles * args.group);
+  Bf16* packed = reinterpret_cast<Bf16*>(queries.data());
   for (int g = 0; g < args.group; ++g) {
     read_query(args, lane, g, values);
-    GroupTiles::pack(values.data(), g, width, queries.data());
+    GroupTiles::pack(values.data(), g, width, packed);
   }
-  gathered.resize(2 * kRows * width);
-  products.resize(num_tiles * kRows * args.group);
+  const auto together = [&](int i) { return reinterpret_cast<Bf16*>(gathered.data()) + i % 2 * kRows * width; };
   GroupTiles::configure(args.group);
-  const auto multiply = [&](int i) SPARSESERVE_TILES {
-    GroupTiles::multiply(gathered.data() + i % 2 * kRows * width, width * sizeof(Bf16), width, queries.data(),
-                         args.group, products.data() + i * kRows * args.group);
-  };
-  for (int i = 0; i < num_tiles; ++i) {
-    const Bf16* rows[kRows];
-    find_digests(args, lane, first + i * kRows, last, rows);
-    Bf16* together = gathered.data() + i % 2 * kRows * width;
-    for (int row = 0; row < kRows; ++row) {
-      for (int d = 0; d < width; d += 32) {
-        _mm512_storeu_si512(together + row * width + d, _mm512_loadu_si512(rows[row] + d));
+  for (int i = 0; i <= num_tiles; ++i) {
+    if (i < num_tiles) {
+      Bf16* to = together(i);
+      for (int row = 0; row < kRows; ++row, to += width) {
+        const Bf16* from = digests[i * kRows + row];
+#pragma GCC unroll 8
+        for (int d = 0; d < width; d += 32) _mm512_store_si512(to + d, _mm512_loadu_si512(from + d));
       }
+      digests.prefetch_after(i * kRows);
     }
-    if (i > 0) multiply(i - 1);  // not these yet: a tile cannot be loaded from stores that are still under way
+    // Not those yet: a tile cannot be loaded from stores that are still under way.
+    if (i > 0) {
+      GroupTiles::multiply(together(i - 1), width * sizeof(Bf16), width, packed, args.group,
+                           products[(i - 1) * args.group].values);
+    }
   }
-  multiply(num_tiles - 1);
   amx::release();
   with_group(args.group, [&](auto group) {
     const GroupTransposition<group> transpose;
     for (int i = 0; i < num_tiles; ++i) {
-      const int64_t block = first + i * kRows, count = std::min<int64_t>(last - block, kRows);
+      const int64_t block = first + i * kRows;
+      const int count = static_cast<int>(std::min<int64_t>(last - block, kRows));
       F32 of_queries[group];
-      transpose(products.data() + i * kRows * group, of_queries);
-      for (int g = 0; g < group; ++g) {
-        const F32 scaled = of_queries[g] * args.scale;
-        std::memcpy(scores + g * stride + block, &scaled, count * sizeof(float));
-      }
+      transpose(products[i * group].values, of_queries);
+      for (int g = 0; g < group; ++g) store_first(scores + g * stride + block, of_queries[g] * args.scale, count);
     }
   });
 }
@@ -114,10 +135,11 @@ template <int kWidth, class T>
 void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores, int64_t stride) {
 #if defined(SPARSESERVE_AMX)
   if constexpr (std::is_same_v<T, Bf16>) {
-    if (args.amx) return score_by_tiles(args, lane, first, last, scores, stride);
+    if (args.amx) return score_by_tiles<kWidth>(args, lane, first, last, scores, stride);
   }
 #endif
-  const int width = 2 * args.head_dim, stride_of_query = query_stride<T>(width);
+  const Digests<kWidth, T> digests(args, lane, first, last);
+  const int width = digests.width(), stride_of_query = query_stride<T>(width);
   static thread_local std::vector<float> values, queries;
   queries.resize(args.group * stride_of_query);
   for (int g = 0; g < args.group; ++g) {
@@ -125,17 +147,15 @@ void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* s
     make_query<T>(values.data(), width, queries.data() + g * stride_of_query);
   }
   for (int64_t block = first; block < last; block += kLanes) {
-    const T* rows[kLanes];
-    find_digests(args, lane, block, last, rows);
+    const auto row = [&](int i) { return digests[block - first + i]; };
+    const int count = static_cast<int>(std::min<int64_t>(last - block, kLanes));
+    digests.prefetch_after(block - first);
     for (int g = 0; g < args.group; g += kMaxQueries) {
       const int num_queries = std::min(args.group - g, kMaxQueries);
       F32 sums[kMaxQueries];
-      const float* of_queries = queries.data() + g * stride_of_query;
-      dot_rows<kWidth, T>(num_queries, of_queries, width, [&](int i) { return rows[i]; }, sums);
+      dot_rows<kWidth, T>(num_queries, queries.data() + g * stride_of_query, width, row, sums);
       for (int i = 0; i < num_queries; ++i) {
-        const F32 scaled = sums[i] * args.scale;
-        const int64_t count = std::min<int64_t>(last - block, kLanes);
-        std::memcpy(scores + (g + i) * stride + block, &scaled, count * sizeof(float));
+        store_first(scores + (g + i) * stride + block, sums[i] * args.scale, count);
       }
     }
   }
@@ -145,24 +165,24 @@ void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* s
 void add_softmax(const float* scores, int64_t n, float weight, bool first, float* ranks) {
   static thread_local std::vector<float> powers;
   powers.resize(n + kLanes);
-  F32 maxima = splat(scores[0]);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    F32 s[1];
-    load_first(scores + i, static_cast<int>(std::min<int64_t>(n - i, kLanes)), s);
-    maxima = max(maxima, first_lanes(s[0], static_cast<int>(std::min<int64_t>(n - i, kLanes)), maxima));
-  }
+  const int64_t whole = n / kLanes * kLanes;
+  const int rest = static_cast<int>(n - whole);
+  F32 tail[1];
+  load_first(scores + whole, rest, tail);
+  F32 maxima = first_lanes(tail[0], rest, splat(scores[0]));
+  for (int64_t i = 0; i < whole; i += kLanes) maxima = max(maxima, load(scores + i));
   const float most = reduce_max(maxima);
-  F32 sums = {};
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int rest = static_cast<int>(std::min<int64_t>(n - i, kLanes));
-    F32 s[1];
-    load_first(scores + i, rest, s);
-    const F32 p = first_lanes(exp2((s[0] - most) * kLog2E), rest, F32{});
+  F32 sums = first_lanes(exp2((tail[0] - most) * kLog2E), rest, F32{});
+  store(powers.data() + whole, sums);
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const F32 p = exp2((load(scores + i) - most) * kLog2E);
     store(powers.data() + i, p);
     sums += p;
   }
   const float factor = weight / reduce_add(sums);
-  for (int64_t i = 0; i < n; ++i) ranks[i] = (first ? 0.0f : ranks[i]) + powers[i] * factor;
+  if (first) std::fill(ranks, ranks + n, 0.0f);
+  for (int64_t i = 0; i < whole; i += kLanes) store(ranks + i, load(ranks + i) + load(powers.data() + i) * factor);
+  for (int64_t i = whole; i < n; ++i) ranks[i] += powers[i] * factor;
 }
 
 // Sink and newest blocks rank +inf, blocks that do not exist -inf; what has no score and is not forced, zero.
