@@ -78,14 +78,20 @@ def score_blocks(
     per_query_head: bool,
     num_sink_blocks: int,
     num_newest_blocks: int,
+    allow_amx: bool = True,
 ) -> Float[Array, "num_seqs num_select_heads max_blocks"]:
-    """Ranks of every block of every sequence; see `reference.score_blocks`."""
+    """Ranks of every block of every sequence; see `reference.score_blocks`.
+
+    Args:
+        allow_amx: use AMX where the CPU has it and the shapes suit it.
+    """
     num_seqs, num_q_heads, _ = q.shape
     shape = (num_seqs, num_q_heads if per_query_head else digests.shape[1], block_table.shape[1])
     return jax.ffi.ffi_call(target("score_blocks"), jax.ShapeDtypeStruct(shape, jnp.float32))(
         q, digests, _ints(block_table), _ints(num_blocks),
         scale=np.float32(scale), per_query_head=per_query_head,
         num_sink_blocks=np.int32(num_sink_blocks), num_newest_blocks=np.int32(num_newest_blocks),
+        allow_amx=allow_amx,
     )  # fmt: skip
 
 
@@ -146,12 +152,17 @@ def decode_attention(
     *,
     scale: float,
     kv_scales: Float[Array, "num_blocks num_kv_heads 2"] | None = None,
+    allow_amx: bool = True,
 ) -> Float[Array, "num_seqs num_q_heads head_dim"]:
-    """One query token a sequence over the given blocks; see `reference.decode_attention`."""
+    """One query token a sequence over the given blocks; see `reference.decode_attention`.
+
+    Args:
+        allow_amx: use AMX where the CPU has it and the shapes suit it; weights are then rounded to bfloat16.
+    """
     mask = jnp.zeros((0,), bool) if query_mask is None else query_mask
     scales = jnp.zeros((0,), jnp.float32) if kv_scales is None else kv_scales.astype(jnp.float32)
     return jax.ffi.ffi_call(target("decode_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))(
-        q, pool, _ints(block_ids), _ints(num_valid), mask, scales, scale=np.float32(scale)
+        q, pool, _ints(block_ids), _ints(num_valid), mask, scales, scale=np.float32(scale), allow_amx=allow_amx
     )
 
 

@@ -32,16 +32,29 @@ inline bool available() {
   return yes;
 }
 
-// Eight tiles of 16 rows of 64 bytes.
-SPARSESERVE_TILES inline void configure() {
+struct TileShape {
+  uint8_t rows = 16, row_bytes = 64;
+};
+
+SPARSESERVE_TILES inline void configure(const TileShape (&tiles)[8]) {
   struct {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
   } config;
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = tiles[i].row_bytes;
+    config.rows[i] = tiles[i].rows;
+  }
   SPARSESERVE_MEMORY_BARRIER();
   _tile_loadconfig(&config);
   SPARSESERVE_MEMORY_BARRIER();
+}
+
+// Eight tiles of 16 rows of 64 bytes.
+SPARSESERVE_TILES inline void configure() {
+  const TileShape whole[8] = {};
+  configure(whole);
 }
 
 SPARSESERVE_TILES inline void release() { _tile_release(); }

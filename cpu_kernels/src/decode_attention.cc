@@ -5,7 +5,7 @@
 // finishes the last of them (flash-decoding). Chunks are the unit of work, so two threads share even one sequence
 // evenly, and a result does not depend on the number of threads or on what else is in the batch, to the last bit.
 //
-// Per block: scores of kLanes keys at a time with the transposing sums of simd.h, softmax in base 2, and weighted sums
+// With AMX a chunk is done by decode_amx.h. Else per block: scores of kLanes keys at a time with the transposing sums of simd.h, softmax in base 2, and weighted sums
 // of values. The next block is prefetched row by row meanwhile. What bounds it is memory: a piece is read once for all
 // query heads of its group.
 #include <atomic>
@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "decode_amx.h"
 #include "ffi_op.h"
 #include "int8_rows.h"
 #include "parallel.h"
@@ -37,6 +38,7 @@ struct Args {
   int64_t num_lanes, num_blocks;  // blocks a lane may name
   int group;
   float factor;  // scale * log2(e)
+  bool amx;
   float* out;
 };
 
@@ -180,15 +182,54 @@ const T* next_keys(const Args& args, const Task& task, int64_t index) {
   return static_cast<const T*>(args.pool) + args.shape.offset(id, task.lane % args.shape.num_heads);
 }
 
+#if defined(SPARSESERVE_AMX)
+// The tokens of a task's blocks, 16 at a time.
+void list_tokens(const Args& args, const Task& task, std::vector<DecodeAmx::Tokens>& tokens) {
+  const PoolShape& shape = args.shape;
+  tokens.clear();
+  for (int64_t index = task.first; index < task.last; ++index) {
+    const int64_t entry = task.lane * args.num_blocks + index;
+    const int n = std::min(args.num_valid[entry], shape.block_size);
+    const int64_t id = std::clamp<int64_t>(args.block_ids[entry], 0, shape.num_blocks - 1);
+    const Bf16* keys = static_cast<const Bf16*>(args.pool) + shape.offset(id, task.lane % shape.num_heads);
+    const bool* mask = args.mask ? args.mask + task.lane * args.group * args.num_blocks + index : nullptr;
+    for (int t = 0; t < n; t += DecodeAmx::kRows) {
+      const Bf16* rows = keys + t * shape.head_dim;
+      tokens.push_back({rows, rows + shape.half(), std::min(n - t, DecodeAmx::kRows), mask});
+    }
+  }
+}
+
+void attend_by_tiles(const Args& args, const Task& task, const Task* next, float* states) {
+  static thread_local DecodeAmx amx;
+  static thread_local std::vector<float> queries;
+  static thread_local std::vector<DecodeAmx::Tokens> tokens, next_tokens;
+  const int width = args.shape.head_dim;
+  queries.resize(args.group * width);
+  read_floats(args.q, task.lane * args.group * width, args.group * width, queries.data());
+  amx.set_queries(queries.data(), args.group, width);
+  list_tokens(args, task, tokens);
+  next_tokens.clear();
+  if (next) list_tokens(args, *next, next_tokens);
+  amx.attend(tokens, next_tokens, args.factor, args.num_blocks, states, state_stride<Bf16>(args), kHeader);
+}
+#endif
+
+// next: what is likely to be this thread's next task, or null.
 template <int kWidth, class T>
-void attend(const Args& args, const Task& task, float* states) {
+void attend(const Args& args, const Task& task, const Task* next, float* states) {
   static thread_local Workspace work;
-  prepare<kWidth, T>(args, task.lane, work);
   const int stride = state_stride<T>(args);
   for (int g = 0; g < args.group; ++g) {
     std::fill(states + g * stride, states + (g + 1) * stride, 0.0f);
     states[g * stride] = kNoKeys;
   }
+#if defined(SPARSESERVE_AMX)
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (args.amx) return attend_by_tiles(args, task, next, states);
+  }
+#endif
+  prepare<kWidth, T>(args, task.lane, work);
   for (int64_t index = task.first; index < task.last; ++index) {
     if (args.num_valid[task.lane * args.num_blocks + index] <= 0) continue;
     attend_block<kWidth>(args, task, index, next_keys<T>(args, task, index), work, states);
@@ -251,9 +292,11 @@ void run(ffi::ThreadPool& threads, const Args& args) {
   float* states = scratch.data();
   const auto unfinished = std::make_unique<std::atomic<int64_t>[]>(args.num_lanes);
   for (int64_t lane = 0; lane < args.num_lanes; ++lane) unfinished[lane] = first_task[lane + 1] - first_task[lane];
+  const size_t num_threads = threads.num_threads();
   parallel_for(threads, tasks.size(), [&](int64_t index) {
     const Task& task = tasks[index];
-    attend<kWidth, T>(args, task, states + index * state_size);
+    const Task* next = index + num_threads < tasks.size() ? &tasks[index + num_threads] : nullptr;
+    attend<kWidth, T>(args, task, next, states + index * state_size);
     if (unfinished[task.lane].fetch_sub(1) == 1) {
       const int64_t begin = first_task[task.lane];
       finish<T>(args, task.lane, states + begin * state_size, first_task[task.lane + 1] - begin);
@@ -273,7 +316,7 @@ void dispatch(ffi::ThreadPool& threads, const Args& args) {
 
 ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints block_ids,
                             Ints num_valid, ffi::Buffer<ffi::PRED> mask, Floats kv_scales, ffi::Result<Floats> out,
-                            float scale) {
+                            float scale, bool allow_amx) {
   SPARSESERVE_CHECK(is_pool(pool), "pool is [num_blocks, num_kv_heads, 2, block_size, head_dim]");
   const PoolShape shape(pool);
   SPARSESERVE_CHECK(rank(q) == 3 && dim(q, 2) == shape.head_dim && is_float(q),
@@ -291,9 +334,15 @@ ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyB
   const bool quantised = pool.element_type() == ffi::DataType::S8;
   SPARSESERVE_CHECK(num_scales == (quantised ? shape.num_blocks * shape.num_heads * 2 : 0),
                     "kv_scales is [num_blocks, num_kv_heads, 2], for an int8 pool only");
+#if defined(SPARSESERVE_AMX)
+  const bool amx = allow_amx && DecodeAmx::supports(shape.head_dim, shape.block_size, static_cast<int>(group));
+#else
+  const bool amx = false;
+#endif
   const Args args{q, pool.untyped_data(), shape, block_ids.typed_data(), num_valid.typed_data(),
                   num_mask ? mask.typed_data() : nullptr, num_scales ? kv_scales.typed_data() : nullptr,
-                  num_lanes, dim(block_ids, 2), static_cast<int>(group), scale * kLog2E, out->typed_data()};
+                  num_lanes, dim(block_ids, 2), static_cast<int>(group), scale * kLog2E, amx,
+                  out->typed_data()};
   if (quantised) {
     dispatch<int8_t>(threads, args);
   } else {
@@ -317,4 +366,5 @@ SPARSESERVE_FFI_HANDLER(SparseServeDecodeAttention, sparseserve::decode_attentio
                             .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
                             .Arg<sparseserve::Floats>()
                             .Ret<sparseserve::Floats>()
-                            .Attr<float>("scale"));
+                            .Attr<float>("scale")
+                            .Attr<bool>("allow_amx"));

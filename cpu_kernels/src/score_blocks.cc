@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ffi_op.h"
+#include "group_tiles.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -28,6 +29,7 @@ struct Args {
   float scale;
   bool per_query_head;
   int num_sink, num_newest;
+  bool amx;
   float* out;
 
   // Blocks that get a score: all but the newest, whose digest may still be that of the block id's last owner.
@@ -36,39 +38,124 @@ struct Args {
   }
 };
 
+// [q, |q|] of a query of the lane.
+void read_query(const Args& args, int64_t lane, int g, std::vector<float>& values) {
+  values.resize(2 * args.head_dim);
+  read_floats(args.q, (lane * args.group + g) * args.head_dim, args.head_dim, values.data());
+  for (int d = 0; d < args.head_dim; ++d) values[args.head_dim + d] = values[d] < 0.0f ? -values[d] : values[d];
+}
+
+// The digests of some blocks of a lane, in whole vectors: the last one is repeated.
+template <int kWidth, class T>
+class Digests {
+ public:
+  Digests(const Args& args, int64_t lane, int64_t first, int64_t last) : width_(2 * args.head_dim) {
+    const int32_t* table = args.block_table + lane / args.num_heads * args.max_blocks + first;
+    const T* start = static_cast<const T*>(args.digests) + lane % args.num_heads * width();
+    const int64_t stride = args.num_heads * width(), most = args.num_digests - 1, n = last - first;
+    for (int64_t i = 0; i < n; ++i) rows_[i] = start + std::clamp<int64_t>(table[i], 0, most) * stride;
+    end_ = (n + kLanes - 1) / kLanes * kLanes;
+    for (int64_t i = n; i < end_; ++i) rows_[i] = rows_[n - 1];
+    for (int64_t i = 0; i < kAhead * kLanes; ++i) prefetch(i);
+  }
+
+  int width() const { return kWidth ? kWidth : width_; }
+  const T* operator[](int64_t i) const { return rows_[i]; }
+
+  // What is used kAhead vectors after this one.
+  void prefetch_after(int64_t i) const {
+    for (int lane = 0; lane < kLanes; ++lane) prefetch(i + kAhead * kLanes + lane);
+  }
+
+ private:
+  void prefetch(int64_t i) const {
+    if (i >= end_) return;
+    const char* row = reinterpret_cast<const char*>(rows_[i]);
+    for (int line = 0; line < width() * static_cast<int>(sizeof(T)); line += 64) __builtin_prefetch(row + line, 0, 2);
+  }
+
+  int width_;
+  int64_t end_;
+  const T* rows_[kChunk];
+};
+
+#if defined(SPARSESERVE_AMX)
+// `score` by tiles. Digests lie anywhere, so those of 16 blocks are brought together first.
+template <int kWidth>
+SPARSESERVE_TILES void score_by_tiles(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores,
+                                      int64_t stride) {
+  constexpr int kRows = GroupTiles::kRows;
+  static_assert(kRows == kLanes);
+  const Digests<kWidth, Bf16> digests(args, lane, first, last);
+  const int width = digests.width(), num_tiles = static_cast<int>((last - first + kRows - 1) / kRows);
+  static thread_local std::vector<float> values;
+  static thread_local std::vector<Line> queries, gathered, products;
+  queries.assign(GroupTiles::packed_size(width) * sizeof(Bf16) / sizeof(Line), Line{});
+  gathered.resize(2 * kRows * width * sizeof(Bf16) / sizeof(Line));
+  products.resize(num_tiles * args.group);
+  Bf16* packed = reinterpret_cast<Bf16*>(queries.data());
+  for (int g = 0; g < args.group; ++g) {
+    read_query(args, lane, g, values);
+    GroupTiles::pack(values.data(), g, width, packed);
+  }
+  const auto together = [&](int i) { return reinterpret_cast<Bf16*>(gathered.data()) + i % 2 * kRows * width; };
+  GroupTiles::configure(args.group);
+  for (int i = 0; i <= num_tiles; ++i) {
+    if (i < num_tiles) {
+      Bf16* to = together(i);
+      for (int row = 0; row < kRows; ++row, to += width) {
+        const Bf16* from = digests[i * kRows + row];
+#pragma GCC unroll 8
+        for (int d = 0; d < width; d += 32) _mm512_store_si512(to + d, _mm512_loadu_si512(from + d));
+      }
+      digests.prefetch_after(i * kRows);
+    }
+    // Not those yet: a tile cannot be loaded from stores that are still under way.
+    if (i > 0) {
+      GroupTiles::multiply(together(i - 1), width * sizeof(Bf16), width, packed, args.group,
+                           products[(i - 1) * args.group].values);
+    }
+  }
+  amx::release();
+  with_group(args.group, [&](auto group) {
+    const GroupTransposition<group> transpose;
+    for (int i = 0; i < num_tiles; ++i) {
+      const int64_t block = first + i * kRows;
+      const int count = static_cast<int>(std::min<int64_t>(last - block, kRows));
+      F32 of_queries[group];
+      transpose(products[i * group].values, of_queries);
+      for (int g = 0; g < group; ++g) store_first(scores + g * stride + block, of_queries[g] * args.scale, count);
+    }
+  });
+}
+#endif
+
 // Scores of blocks [first, last) for each query of the group, `stride` apart.
 template <int kWidth, class T>
 void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* scores, int64_t stride) {
-  const int64_t seq = lane / args.num_heads, head = lane % args.num_heads;
-  const int width = 2 * args.head_dim, stride_of_query = query_stride<T>(width);
+#if defined(SPARSESERVE_AMX)
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (args.amx) return score_by_tiles<kWidth>(args, lane, first, last, scores, stride);
+  }
+#endif
+  const Digests<kWidth, T> digests(args, lane, first, last);
+  const int width = digests.width(), stride_of_query = query_stride<T>(width);
   static thread_local std::vector<float> values, queries;
-  values.resize(width);
   queries.resize(args.group * stride_of_query);
   for (int g = 0; g < args.group; ++g) {
-    read_floats(args.q, (lane * args.group + g) * args.head_dim, args.head_dim, values.data());
-    for (int d = 0; d < args.head_dim; ++d) values[args.head_dim + d] = values[d] < 0.0f ? -values[d] : values[d];
+    read_query(args, lane, g, values);
     make_query<T>(values.data(), width, queries.data() + g * stride_of_query);
   }
-  const int32_t* table = args.block_table + seq * args.max_blocks;
-  const auto digest = [&](int64_t block) {
-    const int64_t id = std::clamp<int64_t>(table[block], 0, args.num_digests - 1);
-    return static_cast<const T*>(args.digests) + (id * args.num_heads + head) * width;
-  };
   for (int64_t block = first; block < last; block += kLanes) {
-    const T* rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      rows[i] = digest(std::min(block + i, last - 1));
-      Prefetcher(digest(std::min(block + kAhead * kLanes + i, last - 1)), width * sizeof(T)).advance(width);
-    }
+    const auto row = [&](int i) { return digests[block - first + i]; };
+    const int count = static_cast<int>(std::min<int64_t>(last - block, kLanes));
+    digests.prefetch_after(block - first);
     for (int g = 0; g < args.group; g += kMaxQueries) {
       const int num_queries = std::min(args.group - g, kMaxQueries);
       F32 sums[kMaxQueries];
-      const float* of_queries = queries.data() + g * stride_of_query;
-      dot_rows<kWidth, T>(num_queries, of_queries, width, [&](int i) { return rows[i]; }, sums);
+      dot_rows<kWidth, T>(num_queries, queries.data() + g * stride_of_query, width, row, sums);
       for (int i = 0; i < num_queries; ++i) {
-        const F32 scaled = sums[i] * args.scale;
-        const int64_t count = std::min<int64_t>(last - block, kLanes);
-        std::memcpy(scores + (g + i) * stride + block, &scaled, count * sizeof(float));
+        store_first(scores + (g + i) * stride + block, sums[i] * args.scale, count);
       }
     }
   }
@@ -78,19 +165,24 @@ void score(const Args& args, int64_t lane, int64_t first, int64_t last, float* s
 void add_softmax(const float* scores, int64_t n, float weight, bool first, float* ranks) {
   static thread_local std::vector<float> powers;
   powers.resize(n + kLanes);
-  float most = scores[0];
-  for (int64_t i = 1; i < n; ++i) most = scores[i] > most ? scores[i] : most;
-  F32 sums = {};
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int rest = static_cast<int>(std::min<int64_t>(n - i, kLanes));
-    F32 s[1];
-    load_first(scores + i, rest, s);
-    const F32 p = first_lanes(exp2((s[0] - most) * kLog2E), rest, F32{});
+  const int64_t whole = n / kLanes * kLanes;
+  const int rest = static_cast<int>(n - whole);
+  F32 tail[1];
+  load_first(scores + whole, rest, tail);
+  F32 maxima = first_lanes(tail[0], rest, splat(scores[0]));
+  for (int64_t i = 0; i < whole; i += kLanes) maxima = max(maxima, load(scores + i));
+  const float most = reduce_max(maxima);
+  F32 sums = first_lanes(exp2((tail[0] - most) * kLog2E), rest, F32{});
+  store(powers.data() + whole, sums);
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const F32 p = exp2((load(scores + i) - most) * kLog2E);
     store(powers.data() + i, p);
     sums += p;
   }
   const float factor = weight / reduce_add(sums);
-  for (int64_t i = 0; i < n; ++i) ranks[i] = (first ? 0.0f : ranks[i]) + powers[i] * factor;
+  if (first) std::fill(ranks, ranks + n, 0.0f);
+  for (int64_t i = 0; i < whole; i += kLanes) store(ranks + i, load(ranks + i) + load(powers.data() + i) * factor);
+  for (int64_t i = whole; i < n; ++i) ranks[i] += powers[i] * factor;
 }
 
 // Sink and newest blocks rank +inf, blocks that do not exist -inf; what has no score and is not forced, zero.
@@ -146,7 +238,7 @@ void run(ffi::ThreadPool& threads, const Args& args, int64_t num_lanes) {
 
 ffi::Error score_blocks(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer digests, Ints block_table,
                         Ints num_blocks, ffi::Result<Floats> out, float scale, bool per_query_head, int32_t num_sink,
-                        int32_t num_newest) {
+                        int32_t num_newest, bool allow_amx) {
   SPARSESERVE_CHECK(rank(digests) == 4 && dim(digests, 2) == 2 && dim(digests, 0) > 0 && dim(digests, 1) > 0,
                     "digests are [num_blocks, num_kv_heads, 2, head_dim]");
   SPARSESERVE_CHECK(rank(q) == 3 && dim(q, 2) == dim(digests, 3) && is_float(q),
@@ -158,9 +250,14 @@ ffi::Error score_blocks(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffe
   const int group = static_cast<int>(dim(q, 1) / num_heads), head_dim = static_cast<int>(dim(q, 2));
   SPARSESERVE_CHECK(static_cast<int64_t>(out->element_count()) == num_lanes * (per_query_head ? group : 1) * max_blocks,
                     "the result is [num_seqs, heads that select, max_blocks]");
+#if defined(SPARSESERVE_AMX)
+  const bool amx = allow_amx && GroupTiles::supports(2 * head_dim, group);
+#else
+  const bool amx = false;
+#endif
   const Args args{q, digests.untyped_data(), block_table.typed_data(), num_blocks.typed_data(), dim(digests, 0),
                   num_heads, max_blocks, head_dim, group, scale, per_query_head, num_sink, num_newest,
-                  out->typed_data()};
+                  amx, out->typed_data()};
   SPARSESERVE_CHECK(with_float_type(digests.element_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (std::is_same_v<T, Bf16>) {  // as in decode_attention.cc
@@ -186,4 +283,5 @@ SPARSESERVE_FFI_HANDLER(SparseServeScoreBlocks, sparseserve::score_blocks,
                             .Attr<float>("scale")
                             .Attr<bool>("per_query_head")
                             .Attr<int32_t>("num_sink_blocks")
-                            .Attr<int32_t>("num_newest_blocks"));
+                            .Attr<int32_t>("num_newest_blocks")
+                            .Attr<bool>("allow_amx"));

@@ -126,6 +126,12 @@ inline void store(Bf16* p, F32 v) {
 #endif
 }
 
+// The first n lanes; writes no further.
+inline void store_first(float* p, F32 v, int n) {
+  if (n >= kLanes) return store(p, v);
+  std::memcpy(p, &v, n * sizeof(float));
+}
+
 // Like the instruction: of a NaN and a number the second argument is returned.
 inline F32 max(F32 a, F32 b) {
 #if defined(__AVX512F__)

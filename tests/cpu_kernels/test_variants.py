@@ -27,12 +27,15 @@ BUILT = loader.available()
 if not BUILT:
     pytest.skip("no native kernels were built for this CPU", allow_module_level=True)
 
-# Whole vectors of every instruction set, none of any, and both; groups of one pass and of two.
+# Whole vectors of every instruction set, none of any, and both; groups of one pass and of two; with AMX, more dimensions
+# than there are tiles for, and a block that is more than a chunk.
 SHAPES = (
     Shape(3, 2, 3, 32, 64),
     Shape(2, 1, 5, 16, 24),
     Shape(2, 2, 8, 16, 36),
     Shape(2, 1, 4, 64, 128, num_selected=3),
+    Shape(2, 1, 7, 16, 160, num_selected=3),
+    Shape(2, 1, 8, 320, 32, num_selected=2),
 )
 DTYPES = ("float32", "bfloat16")
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -43,6 +46,14 @@ all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 def variant(request, monkeypatch):
     """The library that `ops` calls in a test."""
     monkeypatch.setattr(loader, "in_force", lambda: loader.load(request.param))
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["", "no_amx"])
+def allow_amx(request, variant):
+    """Whether AMX may be used, where a library would."""
+    if not request.param and not loader.load(variant).has_amx:
+        pytest.skip("this library does not use AMX here")
     return request.param
 
 
@@ -58,10 +69,10 @@ def test_a_library_has_its_own_operations(variant):
 @all_dtypes
 @all_shapes
 @pytest.mark.parametrize("masked", [False, True], ids=["", "query_mask"])
-def test_decode_attention(dtype, shape, masked):
+def test_decode_attention(dtype, shape, masked, allow_amx):
     case = decode_case(shape, dtype, 0, ["some tokens", "everything", "nothing"], masked)
     arrays = (floats(case.q, dtype), stored(case.pool, dtype), case.block_ids, case.num_valid, case.query_mask)
-    out = call(ops.decode_attention, *arrays, scale=shape.scale)
+    out = call(ops.decode_attention, *arrays, scale=shape.scale, allow_amx=allow_amx)
     assert_close(out, case.expected(shape.scale), dtype, "attention")
 
 
@@ -79,16 +90,39 @@ def test_decode_attention_of_an_int8_pool(shape):
     np.testing.assert_allclose(out, case.expected(shape.scale), rtol=1e-4, atol=1e-4)
 
 
-def test_a_result_does_not_depend_on_batch_mates_or_on_the_width_of_the_table():
+def test_a_result_does_not_depend_on_batch_mates_or_on_the_width_of_the_table(allow_amx):
     shape = Shape(3, 2, 3, 16, 64, num_selected=40)
     case = decode_case(shape, "bfloat16", 3, ["everything"] * 3)
-    op = functools.partial(ops.decode_attention, scale=shape.scale)
+    op = functools.partial(ops.decode_attention, scale=shape.scale, allow_amx=allow_amx)
     q, pool = floats(case.q, "bfloat16"), stored(case.pool, "bfloat16")
     out = call(op, q, pool, case.block_ids, case.num_valid, None)
     wide_ids, wide_valid = (np.pad(a, ((0, 0), (0, 0), (0, 200))) for a in (case.block_ids, case.num_valid))
     np.testing.assert_array_equal(call(op, q, pool, wide_ids, wide_valid, None), out)
     alone = call(op, q[1:2], pool, case.block_ids[1:2], case.num_valid[1:2], None)
     np.testing.assert_array_equal(alone[0], out[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["", "few_tokens_win"])
+def test_decode_attention_by_tiles_is_that_by_vectors(variant, scale):
+    """Many chunks, tokens that differ a lot, queries without any block."""
+    if not loader.load(variant).has_amx:
+        pytest.skip("this library does not use AMX here")
+    shape = Shape(3, 2, 3, 32, 64, num_selected=40)
+    case = decode_case(shape, "bfloat16", 3, ["everything", "some tokens", "everything"], masked=True)
+    case.query_mask[2, :, 1] = False
+    arrays = (
+        floats(case.q, "bfloat16"),
+        stored(case.pool, "bfloat16"),
+        case.block_ids,
+        case.num_valid,
+        case.query_mask,
+    )
+    tiles, vectors = (
+        call(ops.decode_attention, *arrays, scale=scale * shape.scale, allow_amx=allowed) for allowed in (True, False)
+    )
+    assert not tiles[2].reshape(2, 3, 64)[:, 1].any()
+    assert_close(tiles, vectors, "bfloat16", "attention")
+    assert (tiles != vectors).any()  # both were used
 
 
 @all_dtypes
@@ -122,13 +156,13 @@ def test_append(dtype, shape, method):
 @all_dtypes
 @all_shapes
 @pytest.mark.parametrize("per_query_head", [False, True], ids=["kv_head", "query_head"])
-def test_score_and_select(dtype, shape, per_query_head):
+def test_score_and_select(dtype, shape, per_query_head, allow_amx):
     case = score_case(shape, dtype, 0, [40, 23, 2], width=40)
     fixed = {
         "scale": shape.scale, "per_query_head": per_query_head, "num_sink_blocks": 1, "num_newest_blocks": 2
     }  # fmt: skip
     arrays = (floats(case.q, dtype), stored(case.digests, dtype), case.block_table, case.num_blocks)
-    ranks = call(ops.score_blocks, *arrays, **fixed)
+    ranks = call(ops.score_blocks, *arrays, **fixed, allow_amx=allow_amx)
     assert_close(ranks, case.expected(**fixed), dtype, "scores")
     for num_selected in (1, 7, 64):
         chosen = call(ops.select_blocks, ranks, num_selected=num_selected)
@@ -136,14 +170,14 @@ def test_score_and_select(dtype, shape, per_query_head):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 300, 1000])
-def test_scores_of_more_blocks_than_one_chunk(num_blocks):
+def test_scores_of_more_blocks_than_one_chunk(num_blocks, allow_amx):
     shape, rng = Shape(2, 2, 3, 32, 64), np.random.default_rng(0)
     q = floats(rng.normal(size=(2, 6, 64)), "bfloat16")
     digests = stored(rng.normal(size=(num_blocks, 2, 2, 64)), "bfloat16")
     table = np.stack([rng.permutation(num_blocks)] * 2)
     args = (q, digests, table, np.array([num_blocks, num_blocks - 1]))
     fixed = {"scale": shape.scale, "per_query_head": False, "num_sink_blocks": 1, "num_newest_blocks": 1}
-    ranks = call(ops.score_blocks, *args, **fixed)
+    ranks = call(ops.score_blocks, *args, **fixed, allow_amx=allow_amx)
     np.testing.assert_allclose(ranks, call(reference.score_blocks, *args, **fixed), rtol=1e-5, atol=1e-7)
 
 
