@@ -18,7 +18,8 @@
 namespace sparseserve::linear {
 
 constexpr int kTileRows = 16, kTileDepth = 32;  // of a tile: rows, and elements of a row
-constexpr int kTileWords = kTileRows * kTileDepth / 2, kTileFloats = kTileRows * kTileRows;
+constexpr int kTileElements = kTileRows * kTileDepth;
+constexpr int kTileWords = kTileElements / 2, kTileFloats = kTileRows * kTileRows;
 
 // Memory of a thread, kept from call to call: fresh pages cost more than small products.
 template <class Owner, class Element>
@@ -72,11 +73,25 @@ inline void pack_tiles(const T* from, int64_t stride, int rows, int columns, uin
   }
 }
 
-// Up to 16 rows that are loaded as tiles.
+// Up to 16 rows that are loaded as tiles, each `tile_step` elements after the one before.
 struct Rows {
   const Bf16* data;
   int64_t stride_bytes;
+  int tile_step = kTileDepth;
 };
+
+// Up to 16 rows as tiles, every other in `to` [steps][2][16][32] from tile `which` on; zeros around them.
+inline Rows tiles_of(const Bf16* from, int columns, int rows, int which, Bf16* to) {
+  to += which * kTileElements;
+  const Rows tiles{to, kTileDepth * int64_t{sizeof(Bf16)}, 2 * kTileElements};
+  for (int k = 0; k < columns; k += kTileDepth, to += 2 * kTileElements) {
+    for (int i = 0; i < kTileRows; ++i) {
+      const S32 pairs = i < rows ? read_pairs(from + static_cast<int64_t>(i) * columns + k, columns - k) : S32{};
+      std::memcpy(to + i * kTileDepth, &pairs, sizeof pairs);
+    }
+  }
+  return tiles;
+}
 
 // Rows as they are, if they are whole bfloat16 tiles, else padded copies in `to` [16][32 * steps]; `between()` runs with
 // every row that is copied.
@@ -129,14 +144,14 @@ SPARSESERVE_TILES inline __attribute__((always_inline)) void multiply(const Rows
     }
   }
   for (int k = 0; k < steps; ++k, b += kColumns * kTileWords) {
-    _tile_loadd(6, b, 64);
-    _tile_loadd(4, a[0].data + k * kTileDepth, a[0].stride_bytes);
+    _tile_stream_loadd(6, b, 64);
+    _tile_loadd(4, a[0].data + k * a[0].tile_step, a[0].stride_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if (kColumns == 2) {
-      _tile_loadd(7, b + kTileWords, 64);
+      _tile_stream_loadd(7, b + kTileWords, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
-    _tile_loadd(5, a[1].data + k * kTileDepth, a[1].stride_bytes);
+    _tile_loadd(5, a[1].data + k * a[1].tile_step, a[1].stride_bytes);
     _tile_dpbf16ps(2, 5, 6);
     if (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
     between(k);
@@ -254,14 +269,14 @@ class Amx {
       transpose(squares[t]);
     }
     const int rows = static_cast<int>(std::min<int64_t>(kTileRows, call_.rows - row));
-    for (int i = 0; i < rows; ++i) write_panel(panel, row + i, (F32)squares[0][i], (F32)squares[1][i]);
+    for (int i = 0; i < rows; ++i) write_panel(call_, panel, row + i, (F32)squares[0][i], (F32)squares[1][i]);
   }
 
-  void write_panel(int panel, int64_t row, F32 first, F32 second) const {
+  void write_panel(const Call& call, int panel, int64_t row, F32 first, F32 second) const {
     const int feature = panel * panel_features();
-    linear::write(call_, row, feature, weight_rows(panel, 0), first, second);
-    if (!call_.gated && weight_rows(panel, 1) > 0) {
-      linear::write(call_, row, feature + kTileRows, weight_rows(panel, 1), second, F32{});
+    linear::write(call, row, feature, weight_rows(panel, 0), first, second);
+    if (!call.gated && weight_rows(panel, 1) > 0) {
+      linear::write(call, row, feature + kTileRows, weight_rows(panel, 1), second, F32{});
     }
   }
 
@@ -271,7 +286,7 @@ class Amx {
     const int panels = num_panels();
     const int64_t panel_words = 2 * strip_words();
     const int blocks = static_cast<int>((panels * panel_words * 4 + kPackedBytes - 1) / kPackedBytes);
-    const int block = round_up((panels + blocks - 1) / blocks, 2);  // even: see stream_panel
+    const int block = (panels + blocks - 1) / blocks;
     uint32_t* packed = scratch<Packed, uint32_t>(block * panel_words);
     for (int first = 0; first < panels; first += block) {
       const int last = std::min(panels, first + block);
@@ -293,77 +308,64 @@ class Amx {
   // 32 rows of x with the panels [first, last). Sums that still have to be worked on are written while the products of
   // the next panel are under way.
   SPARSESERVE_TILES void many_rows(int64_t row, int first, int last, const uint32_t* packed) {
-    const int width = round_up(call_.in, kTileDepth);
-    Bf16* padded = scratch<Padded, Bf16>(2 * kTileRows * width);
-    const int rows = static_cast<int>(std::min<int64_t>(2 * kTileRows, call_.rows - row));
+    const Call call = call_;  // a copy: for all the compiler knows, results could be written over the caller's
+    constexpr int kRows = 2 * kTileRows;
+    Bf16* tiles = scratch<Padded, Bf16>(int64_t{2} * steps_ * kTileElements);
+    const int rows = static_cast<int>(std::min<int64_t>(kRows, call.rows - row));
     Rows x[2];
     for (int t = 0; t < 2; ++t) {
       const int some = std::clamp(rows - t * kTileRows, 0, kTileRows);
-      x[t] = rows_of(call_.x + (row + t * kTileRows) * call_.in, call_.in, some, padded + t * kTileRows * width, [] {});
+      x[t] = tiles_of(call.x + (row + t * kTileRows) * call.in, call.in, some, t, tiles);
     }
-    const int rows_a_step = (2 * kTileRows + steps_ - 1) / steps_;
-    const bool streams = past_the_cache();
+    const int rows_a_step = (kRows + steps_ - 1) / steps_;
     alignas(64) float sums[2][4 * kTileFloats];
-    alignas(64) Bf16 lines[2 * kTileRows][2 * kTileRows];
     int waiting = -1;  // the panel whose sums are in sums[waiting % 2]
     const auto write_rows = [&](int begin, int end) {
       for (int r = begin; r < std::min(end, rows); ++r) {
-        const float* of_row = sums[waiting % 2] + r * 2 * kTileRows;
-        if (streams) {
-          stream_panel(waiting, row + r, load(of_row), load(of_row + kTileRows), lines[r]);
-        } else {
-          write_panel(waiting, row + r, load(of_row), load(of_row + kTileRows));
-        }
+        const float* of_row = sums[waiting % 2] + r * kRows;
+        write_panel(call, waiting, row + r, load(of_row), load(of_row + kTileRows));
       }
     };
-    const int64_t after = std::clamp<int64_t>(call_.rows - row - 2 * kTileRows, 0, 2 * kTileRows);
-    Prefetcher ahead(call_.x + (row + rows) * call_.in, after * call_.in * int64_t{sizeof(Bf16)});
+    const int64_t after = std::clamp<int64_t>(call.rows - row - kRows, 0, kRows);
+    Prefetcher ahead(call.x + (row + rows) * call.in, after * call.in * int64_t{sizeof(Bf16)});
+    int next = first;  // the panel that follows
     const auto write_some = [&](int step) {
       ahead.advance(2);
-      if (waiting >= 0) write_rows(step * rows_a_step, (step + 1) * rows_a_step);
+      const int begin = step * rows_a_step, end = std::min(rows, begin + rows_a_step);
+      if (waiting >= 0) write_rows(begin, end);
+      if (next < last) prefetch_panel(call, next, row + begin, row + end);
     };
-    const int64_t stride = call_.features() * int64_t{sizeof(float)};
+    const int64_t stride = call.features() * int64_t{sizeof(float)};
     amx::configure();
     for (int panel = first; panel < last; ++panel, packed += 2 * strip_words()) {
-      const bool direct =
-          !streams && is_direct() && rows == 2 * kTileRows && weight_rows(panel, 1) == kTileRows;
+      const bool direct = is_direct() && rows == kRows && weight_rows(panel, 1) == kTileRows;
+      next = panel + 1;
       if (direct) {
-        const int64_t at = row * call_.features() + panel * panel_features();
-        multiply<2>(x, packed, steps_, start(panel, at, stride), {call_.result + at, stride}, write_some);
+        const int64_t at = row * call.features() + panel * panel_features();
+        multiply<2>(x, packed, steps_, start(panel, at, stride), {call.result + at, stride}, write_some);
       } else {
-        multiply<2>(x, packed, steps_, {nullptr, 0}, {sums[panel % 2], 2 * kTileRows * sizeof(float)}, write_some);
+        multiply<2>(x, packed, steps_, {nullptr, 0}, {sums[panel % 2], kRows * sizeof(float)}, write_some);
       }
       waiting = direct ? -1 : panel;
     }
     amx::release();
     if (waiting >= 0) write_rows(0, rows);
-    _mm_sfence();  // streamed lines must be there before this task counts as done
   }
 
-  // Results that fill an L2 cache are written past it: else every line is read first, and evicts what is in use. Only
-  // whole lines can be.
-  bool past_the_cache() const {
-    constexpr int64_t kCacheBytes = 2 << 20;
-    const int64_t bytes = call_.rows * call_.features() * static_cast<int64_t>(call_.gated ? sizeof(Bf16) : sizeof(float));
-    const void* result = call_.gated ? static_cast<void*>(call_.gated_result) : call_.result;
-    return bytes >= kCacheBytes && call_.features() % (2 * kTileRows) == 0 && reinterpret_cast<uintptr_t>(result) % 64 == 0;
-  }
-
-  // `line` [32]: results of gated panels, which are half a line, wait for their other half.
-  void stream_panel(int panel, int64_t row, F32 first, F32 second, Bf16* line) const {
-    const int feature = panel * panel_features();
-    const int64_t at = row * call_.features() + feature;
-    const F32 value = finished(call_, row, feature, kTileRows, first, second);
-    if (call_.gated) {
-      store_first(line + panel % 2 * kTileRows, value, kTileRows);
-      if (panel % 2) _mm512_stream_si512(line_at(call_.gated_result + at - kTileRows), _mm512_load_si512(line));
-    } else {
-      _mm512_stream_ps(call_.result + at, (__m512)value);
-      const F32 other = finished(call_, row, feature + kTileRows, kTileRows, second, F32{});
-      _mm512_stream_ps(call_.result + at + kTileRows, (__m512)other);
+  // Where rows of a panel's results are written, and what they start from: waiting for it would stop the products.
+  void prefetch_panel(const Call& call, int panel, int64_t begin, int64_t end) const {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * call.features() + panel * panel_features();
+      if (call.gated) {
+        __builtin_prefetch(call.gated_result + at, 1);
+        continue;
+      }
+      for (int t = 0; t < 2; ++t) {
+        __builtin_prefetch(call.result + at + t * kTileRows, 1);
+        if (call.residual != nullptr) __builtin_prefetch(call.residual + at + t * kTileRows);
+      }
     }
   }
-  static __m512i* line_at(Bf16* p) { return reinterpret_cast<__m512i*>(p); }
 
   // Sums are results as they are, if they start from the bias or from the residual.
   bool is_direct() const {

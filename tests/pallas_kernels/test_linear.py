@@ -28,7 +28,7 @@ SIZES = (  # rows, in, out
     (37, 70, 100),
     (300, 40, 66),  # with AMX more rows than are few
     (259, 1056, 544),  # more weights than are packed at a time
-    (1850, 32, 608),  # results that are written past the cache
+    (1850, 32, 608),  # results larger than an L2 cache
 )
 all_sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 # Products of bfloat16 are exact in float32; only sums differ, by their order. Gated results are bfloat16.
