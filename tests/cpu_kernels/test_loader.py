@@ -77,7 +77,8 @@ def test_signatures_are_those_of_the_reference():
         "decode_attention",
     ):  # fmt: skip
         ours, theirs = (inspect.signature(getattr(module, name)) for module in (ops, reference))
-        assert str(ours) == str(theirs), name
+        shared = [parameter for parameter in ours.parameters.values() if parameter.name != "allow_amx"]
+        assert str(ours.replace(parameters=shared)) == str(theirs), name
 
 
 @needs_library
