@@ -27,8 +27,8 @@ BUILT = loader.available()
 if not BUILT:
     pytest.skip("no native kernels were built for this CPU", allow_module_level=True)
 
-# Whole vectors of every instruction set, none of any, and both; groups of one pass and of two; with AMX, more dimensions
-# than there are tiles for, and a block that is more than a chunk.
+# Whole vectors of every instruction set, none of any, and both; groups of one pass and of two; with AMX, more
+# dimensions than there are tiles for, and a block that is more than a chunk.
 SHAPES = (
     Shape(3, 2, 3, 32, 64),
     Shape(2, 1, 5, 16, 24),
