@@ -3,8 +3,8 @@
 // All scores of the chunk come first, then one softmax, then all values: nothing is rescaled in between. Values are an
 // operand as they lie, too. Such an operand is rows of pairs that share a column, and a row of values pairs dimension 2 c
 // with 2 c + 1; so the weight w of a token stands in two rows of the other operand, as the pair (w, 0) and as (0, w):
-// the first makes the sums of even dimensions, the second those of odd ones. Packing values would take longer than the
-// products do. (An infinite value therefore spoils its neighbour, too.)
+// the first makes the sums of even dimensions, the second those of odd ones, and no value has to be moved. (An infinite or
+// NaN value therefore spoils its neighbour, too.)
 //
 // The exactness is that of prefill: weights are rounded to bfloat16, and summed as rounded.
 #pragma once

@@ -109,7 +109,7 @@ SPARSESERVE_TILES void score_by_tiles(const Args& args, int64_t lane, int64_t fi
       }
       digests.prefetch_after(i * kRows);
     }
-    // Not those yet: a tile cannot be loaded from stores that are still under way.
+    // Those of the step before: their stores have had time to arrive where tiles are loaded from.
     if (i > 0) {
       GroupTiles::multiply(together(i - 1), width * sizeof(Bf16), width, queries.data(), args.group,
                            products[(i - 1) * args.group].values);
