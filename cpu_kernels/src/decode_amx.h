@@ -1,10 +1,10 @@
 // Decode attention of one chunk by AMX tiles: bfloat16 keys and values, read where they lie.
 //
 // All scores of the chunk come first, then one softmax, then all values: nothing is rescaled in between. Values are an
-// operand as they lie, too. Such an operand is rows of pairs that share a column, and a row of values pairs dimension 2 c
-// with 2 c + 1; so the weight w of a token stands in two rows of the other operand, as the pair (w, 0) and as (0, w):
-// the first makes the sums of even dimensions, the second those of odd ones, and no value has to be moved. (An infinite or
-// NaN value therefore spoils its neighbour, too.)
+// operand as they lie, too. Such an operand is rows of pairs that share a column, and a row of values pairs dimension
+// 2 c with 2 c + 1; so the weight w of a token stands in two rows of the other operand, as the pair (w, 0) and as
+// (0, w): the first makes the sums of even dimensions, the second those of odd ones, and no value has to be moved. (An
+// infinite or NaN value therefore spoils its neighbour, too.)
 //
 // The exactness is that of prefill: weights are rounded to bfloat16, and summed as rounded.
 #pragma once
@@ -66,7 +66,7 @@ class DecodeAmx {
  private:
   static constexpr int kMostSteps = 4;  // of 32 dimensions that have tiles for their sums
 
-  // Prefetches what is used kAhead tiles after the i-th: keys of these tokens, then their values, then keys of the next.
+  // Prefetches what is used kAhead tiles after the i-th: keys of these tokens, their values, then keys of the next.
   void prefetch(const std::vector<Tokens>& tokens, const std::vector<Tokens>& next, int i) const {
     constexpr int kAhead = 8;
     const size_t tile = i + kAhead, n = tokens.size();
