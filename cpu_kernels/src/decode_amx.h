@@ -1,10 +1,10 @@
 // Decode attention of one chunk by AMX tiles: bfloat16 keys and values, read where they lie.
 //
 // All scores of the chunk come first, then one softmax, then all values: nothing is rescaled in between. Values are an
-// operand as they lie, too. Such an operand is rows of pairs that share a column, and a row of values pairs dimension 2 c
-// with 2 c + 1; so the weight w of a token stands in two rows of the other operand, as the pair (w, 0) and as (0, w):
-// the first makes the sums of even dimensions, the second those of odd ones. Packing values would take longer than the
-// products do. (An infinite value therefore spoils its neighbour, too.)
+// operand as they lie, too. Such an operand is rows of pairs that share a column, and a row of values pairs dimension
+// 2 c with 2 c + 1; so the weight w of a token stands in two rows of the other operand, as the pair (w, 0) and as
+// (0, w): the first makes the sums of even dimensions, the second those of odd ones, and no value has to be moved. (An
+// infinite or NaN value therefore spoils its neighbour, too.)
 //
 // The exactness is that of prefill: weights are rounded to bfloat16, and summed as rounded.
 #pragma once
@@ -38,8 +38,7 @@ class DecodeAmx {
   void set_queries(const float* queries, int group, int head_dim) {
     group_ = group;
     head_dim_ = head_dim;
-    queries_.resize(GroupTiles::packed_size(head_dim));
-    std::memset(queries_.data(), 0, queries_.size() * sizeof(Bf16));
+    queries_.assign(GroupTiles::packed_size(head_dim), Line{});
     for (int g = 0; g < group; ++g) GroupTiles::pack(queries + g * head_dim, g, head_dim, queries_.data());
   }
 
@@ -67,7 +66,7 @@ class DecodeAmx {
  private:
   static constexpr int kMostSteps = 4;  // of 32 dimensions that have tiles for their sums
 
-  // Prefetches what is used `kAhead` tiles after the i-th: keys of these tokens, then their values, then keys of the next.
+  // Prefetches what is used kAhead tiles after the i-th: keys of these tokens, their values, then keys of the next.
   void prefetch(const std::vector<Tokens>& tokens, const std::vector<Tokens>& next, int i) const {
     constexpr int kAhead = 8;
     const size_t tile = i + kAhead, n = tokens.size();
@@ -125,7 +124,7 @@ class DecodeAmx {
         const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weight));
         const __m512i high = _mm512_slli_epi32(low, 16);
         sums[g] += (F32)high;
-        _mm512_store_si512(weights_[(2 * i + 0) * kGroup + g].values, low);
+        _mm512_store_si512(weights_[2 * i * kGroup + g].values, low);
         _mm512_store_si512(weights_[(2 * i + 1) * kGroup + g].values, high);
       }
     }
@@ -177,14 +176,13 @@ class DecodeAmx {
 
   // Values of tokens that exist, then zeros: zero times what lies there might be NaN.
   const Bf16* whole(const Tokens& tokens) {
-    whole_.assign(kRows * head_dim_, Bf16{0});
-    std::copy(tokens.values, tokens.values + tokens.count * head_dim_, whole_.begin());
-    return whole_.data();
+    whole_.assign(kRows * head_dim_ * sizeof(Bf16) / sizeof(Line), Line{});
+    std::memcpy(whole_.data(), tokens.values, tokens.count * head_dim_ * sizeof(Bf16));
+    return reinterpret_cast<const Bf16*>(whole_.data());
   }
 
   int group_ = 0, head_dim_ = 0;
-  std::vector<Bf16> queries_, whole_;
-  std::vector<Line> products_, scores_, weights_;
+  std::vector<Line> queries_, whole_, products_, scores_, weights_;
 };
 
 #endif

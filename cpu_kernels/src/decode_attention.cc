@@ -5,9 +5,9 @@
 // finishes the last of them (flash-decoding). Chunks are the unit of work, so two threads share even one sequence
 // evenly, and a result does not depend on the number of threads or on what else is in the batch, to the last bit.
 //
-// With AMX a chunk is done by decode_amx.h. Else per block: scores of kLanes keys at a time with the transposing sums of simd.h, softmax in base 2, and weighted sums
-// of values. The next block is prefetched row by row meanwhile. What bounds it is memory: a piece is read once for all
-// query heads of its group.
+// With AMX a chunk is done by decode_amx.h. Else per block: scores of kLanes keys at a time with the transposing sums
+// of simd.h, softmax in base 2, and weighted sums of values. The next block is prefetched row by row meanwhile. What
+// bounds it is memory: a piece is read once for all query heads of its group.
 #include <atomic>
 #include <memory>
 #include <type_traits>

@@ -14,7 +14,7 @@ namespace sparseserve {
 
 #if defined(SPARSESERVE_AMX)
 
-// Memory that tiles are loaded from or stored to is faster if it is aligned.
+// A row of a tile. Tiles are loaded from memory and stored to it faster if it is aligned.
 struct alignas(64) Line {
   float values[16];
 };
@@ -23,11 +23,10 @@ class GroupTiles {
  public:
   static constexpr int kMostQueries = 8;  // weights of a query take two rows of a tile: see decode_amx.h
   static constexpr int kRows = 16;        // of a tile
-  static constexpr int kTileElements = 512;
 
   // width: of a row, in elements.
   static bool supports(int width, int group) {
-    return width % 32 == 0 && group <= kMostQueries && amx::available();
+    return width > 0 && width % 32 == 0 && group > 0 && group <= kMostQueries && amx::available();
   }
 
   // Tiles 0 to 2 are for these products; the rest is for weights (3), sums of values (4 to 7) with values in tile 2.
@@ -37,25 +36,25 @@ class GroupTiles {
                     {weights, 64}});
   }
 
-  // Elements of packed queries.
-  static int packed_size(int width) { return width / 32 * kTileElements; }
+  // Rows of packed queries.
+  static int packed_size(int width) { return width / 2; }
 
-  // Query g among packed ones (zeroed before): row r of tile s has dimensions 32 s + 2 r and the next, a column a query.
-  static void pack(const float* query, int g, int width, Bf16* packed) {
+  // Query g among packed ones (zeroed before): row d has dimensions 2 d and 2 d + 1, a column a query.
+  static void pack(const float* query, int g, int width, Line* packed) {
+    const __m512i rows = _mm512_slli_epi32((__m512i)lane_index(), 4);
     for (int d = 0; d < width; d += 32) {
       const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(query + d + 16), _mm512_loadu_ps(query + d));
-      const __m512i rows = _mm512_slli_epi32((__m512i)lane_index(), 6);
-      _mm512_i32scatter_epi32(packed + d / 32 * kTileElements + 2 * g, rows, (__m512i)pairs, 1);
+      _mm512_i32scatter_epi32(packed[d / 2].values + g, rows, (__m512i)pairs, sizeof(float));
     }
   }
 
   // products[16][group] of 16 rows, `row_bytes` apart.
-  SPARSESERVE_TILES static void multiply(const Bf16* rows, int64_t row_bytes, int width, const Bf16* packed, int group,
+  SPARSESERVE_TILES static void multiply(const Bf16* rows, int64_t row_bytes, int width, const Line* packed, int group,
                                          float* products) {
     _tile_zero(0);
     SPARSESERVE_MEMORY_BARRIER();
     for (int d = 0; d < width; d += 32) {
-      _tile_loadd(1, packed + d * (kTileElements / 32), 64);
+      _tile_loadd(1, packed + d / 2, 64);
       _tile_loadd(2, rows + d, row_bytes);
       _tile_dpbf16ps(0, 2, 1);
     }

@@ -90,13 +90,12 @@ SPARSESERVE_TILES void score_by_tiles(const Args& args, int64_t lane, int64_t fi
   const int width = digests.width(), num_tiles = static_cast<int>((last - first + kRows - 1) / kRows);
   static thread_local std::vector<float> values;
   static thread_local std::vector<Line> queries, gathered, products;
-  queries.assign(GroupTiles::packed_size(width) * sizeof(Bf16) / sizeof(Line), Line{});
+  queries.assign(GroupTiles::packed_size(width), Line{});
   gathered.resize(2 * kRows * width * sizeof(Bf16) / sizeof(Line));
   products.resize(num_tiles * args.group);
-  Bf16* packed = reinterpret_cast<Bf16*>(queries.data());
   for (int g = 0; g < args.group; ++g) {
     read_query(args, lane, g, values);
-    GroupTiles::pack(values.data(), g, width, packed);
+    GroupTiles::pack(values.data(), g, width, queries.data());
   }
   const auto together = [&](int i) { return reinterpret_cast<Bf16*>(gathered.data()) + i % 2 * kRows * width; };
   GroupTiles::configure(args.group);
@@ -110,9 +109,9 @@ SPARSESERVE_TILES void score_by_tiles(const Args& args, int64_t lane, int64_t fi
       }
       digests.prefetch_after(i * kRows);
     }
-    // Not those yet: a tile cannot be loaded from stores that are still under way.
+    // Those of the step before: their stores have had time to arrive where tiles are loaded from.
     if (i > 0) {
-      GroupTiles::multiply(together(i - 1), width * sizeof(Bf16), width, packed, args.group,
+      GroupTiles::multiply(together(i - 1), width * sizeof(Bf16), width, queries.data(), args.group,
                            products[(i - 1) * args.group].values);
     }
   }
