@@ -318,12 +318,17 @@ class Amx {
       x[t] = tiles_of(call.x + (row + t * kTileRows) * call.in, call.in, some, t, tiles);
     }
     const int rows_a_step = (kRows + steps_ - 1) / steps_;
+    const bool streams = past_the_cache();
     alignas(64) float sums[2][4 * kTileFloats];
     int waiting = -1;  // the panel whose sums are in sums[waiting % 2]
     const auto write_rows = [&](int begin, int end) {
       for (int r = begin; r < std::min(end, rows); ++r) {
         const float* of_row = sums[waiting % 2] + r * kRows;
-        write_panel(call, waiting, row + r, load(of_row), load(of_row + kTileRows));
+        if (streams) {
+          stream_panel(call, waiting, row + r, load(of_row), load(of_row + kTileRows));
+        } else {
+          write_panel(call, waiting, row + r, load(of_row), load(of_row + kTileRows));
+        }
       }
     };
     const int64_t after = std::clamp<int64_t>(call.rows - row - kRows, 0, kRows);
@@ -333,12 +338,12 @@ class Amx {
       ahead.advance(2);
       const int begin = step * rows_a_step, end = std::min(rows, begin + rows_a_step);
       if (waiting >= 0) write_rows(begin, end);
-      if (next < last) prefetch_panel(call, next, row + begin, row + end);
+      if (next < last) prefetch_panel(call, next, row + begin, row + end, streams);
     };
     const int64_t stride = call.features() * int64_t{sizeof(float)};
     amx::configure();
     for (int panel = first; panel < last; ++panel, packed += 2 * strip_words()) {
-      const bool direct = is_direct() && rows == kRows && weight_rows(panel, 1) == kTileRows;
+      const bool direct = !streams && is_direct() && rows == kRows && weight_rows(panel, 1) == kTileRows;
       next = panel + 1;
       if (direct) {
         const int64_t at = row * call.features() + panel * panel_features();
@@ -350,10 +355,11 @@ class Amx {
     }
     amx::release();
     if (waiting >= 0) write_rows(0, rows);
+    _mm_sfence();  // streamed lines must be there before this task counts as done
   }
 
   // Where rows of a panel's results are written, and what they start from: waiting for it would stop the products.
-  void prefetch_panel(const Call& call, int panel, int64_t begin, int64_t end) const {
+  void prefetch_panel(const Call& call, int panel, int64_t begin, int64_t end, bool streams) const {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t at = row * call.features() + panel * panel_features();
       if (call.gated) {
@@ -361,10 +367,26 @@ class Amx {
         continue;
       }
       for (int t = 0; t < 2; ++t) {
-        __builtin_prefetch(call.result + at + t * kTileRows, 1);
+        if (!streams) __builtin_prefetch(call.result + at + t * kTileRows, 1);
         if (call.residual != nullptr) __builtin_prefetch(call.residual + at + t * kTileRows);
       }
     }
+  }
+
+  // With residuals, results that fill an L2 cache are written past it, whole lines at a time: as much is read as written
+  // then, and a line that is written otherwise is read first.
+  bool past_the_cache() const {
+    constexpr int64_t kCacheBytes = 2 << 20;
+    const int64_t bytes = call_.rows * call_.features() * static_cast<int64_t>(sizeof(float));
+    return call_.residual != nullptr && bytes >= kCacheBytes && call_.features() % (2 * kTileRows) == 0 &&
+           reinterpret_cast<uintptr_t>(call_.result) % 64 == 0;
+  }
+
+  void stream_panel(const Call& call, int panel, int64_t row, F32 first, F32 second) const {
+    const int feature = panel * panel_features();
+    float* to = call.result + row * call.features() + feature;
+    _mm512_stream_ps(to, (__m512)finished(call, row, feature, kTileRows, first, F32{}));
+    _mm512_stream_ps(to + kTileRows, (__m512)finished(call, row, feature + kTileRows, kTileRows, second, F32{}));
   }
 
   // Sums are results as they are, if they start from the bias or from the residual.
