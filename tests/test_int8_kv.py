@@ -87,7 +87,7 @@ def decode_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> np.nd
     runner.execute(StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=num_layers),)))
     rows = []
     for token in tokens:
-        sequence.note_token(token)
+        runner.force_token("probe", token)
         ((_, outputs),) = runner._decode([sequence])
         rows.append(np.asarray(outputs.logits[0]))
     runner.execute(StepPlan(step=0, finished=("probe",)))
