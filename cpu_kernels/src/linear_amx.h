@@ -109,8 +109,8 @@ struct Results {
 };
 
 // c = start + a b: two rows of tiles with one or two packed ones, which take turns in memory, `steps` tiles long. No
-// start: zeros. `between(step)` runs with every step, beside the products. The packed ones are loaded with the hint that
-// they are not needed again soon, so that rows of a, which are, stay in the L1 cache.
+// start: zeros. `between(step)` runs with every step, beside the products. Packed tiles are loaded with the hint that
+// they are not needed again soon: with many rows those of x are, and should stay in the L1 cache.
 template <int kColumns, class Between>
 SPARSESERVE_TILES inline __attribute__((always_inline)) void multiply(const Rows (&a)[2], const uint32_t* b, int steps,
                                                                       Results start, Results c, Between&& between) {
