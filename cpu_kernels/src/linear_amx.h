@@ -18,8 +18,7 @@
 namespace sparseserve::linear {
 
 constexpr int kTileRows = 16, kTileDepth = 32;  // of a tile: rows, and elements of a row
-constexpr int kTileElements = kTileRows * kTileDepth;
-constexpr int kTileWords = kTileElements / 2, kTileFloats = kTileRows * kTileRows;
+constexpr int kTileWords = kTileRows * kTileDepth / 2, kTileFloats = kTileRows * kTileRows;
 
 // Memory of a thread, kept from call to call: fresh pages cost more than small products.
 template <class Owner, class Element>
@@ -73,25 +72,11 @@ inline void pack_tiles(const T* from, int64_t stride, int rows, int columns, uin
   }
 }
 
-// Up to 16 rows that are loaded as tiles, each `tile_step` elements after the one before.
+// Up to 16 rows that are loaded as tiles.
 struct Rows {
   const Bf16* data;
   int64_t stride_bytes;
-  int tile_step = kTileDepth;
 };
-
-// Up to 16 rows as tiles, every other in `to` [steps][2][16][32] from tile `which` on; zeros around them.
-inline Rows tiles_of(const Bf16* from, int columns, int rows, int which, Bf16* to) {
-  to += which * kTileElements;
-  const Rows tiles{to, kTileDepth * int64_t{sizeof(Bf16)}, 2 * kTileElements};
-  for (int k = 0; k < columns; k += kTileDepth, to += 2 * kTileElements) {
-    for (int i = 0; i < kTileRows; ++i) {
-      const S32 pairs = i < rows ? read_pairs(from + static_cast<int64_t>(i) * columns + k, columns - k) : S32{};
-      std::memcpy(to + i * kTileDepth, &pairs, sizeof pairs);
-    }
-  }
-  return tiles;
-}
 
 // Rows as they are, if they are whole bfloat16 tiles, else padded copies in `to` [16][32 * steps]; `between()` runs with
 // every row that is copied.
@@ -124,7 +109,8 @@ struct Results {
 };
 
 // c = start + a b: two rows of tiles with one or two packed ones, which take turns in memory, `steps` tiles long. No
-// start: zeros. `between(step)` runs with every step, beside the products.
+// start: zeros. `between(step)` runs with every step, beside the products. Packed tiles are loaded with the hint that
+// they are not needed again soon: with many rows those of x are, and should stay in the L1 cache.
 template <int kColumns, class Between>
 SPARSESERVE_TILES inline __attribute__((always_inline)) void multiply(const Rows (&a)[2], const uint32_t* b, int steps,
                                                                       Results start, Results c, Between&& between) {
@@ -145,13 +131,13 @@ SPARSESERVE_TILES inline __attribute__((always_inline)) void multiply(const Rows
   }
   for (int k = 0; k < steps; ++k, b += kColumns * kTileWords) {
     _tile_stream_loadd(6, b, 64);
-    _tile_loadd(4, a[0].data + k * a[0].tile_step, a[0].stride_bytes);
+    _tile_loadd(4, a[0].data + k * kTileDepth, a[0].stride_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if (kColumns == 2) {
       _tile_stream_loadd(7, b + kTileWords, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
-    _tile_loadd(5, a[1].data + k * a[1].tile_step, a[1].stride_bytes);
+    _tile_loadd(5, a[1].data + k * kTileDepth, a[1].stride_bytes);
     _tile_dpbf16ps(2, 5, 6);
     if (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
     between(k);
@@ -310,12 +296,13 @@ class Amx {
   SPARSESERVE_TILES void many_rows(int64_t row, int first, int last, const uint32_t* packed) {
     const Call call = call_;  // a copy: for all the compiler knows, results could be written over the caller's
     constexpr int kRows = 2 * kTileRows;
-    Bf16* tiles = scratch<Padded, Bf16>(int64_t{2} * steps_ * kTileElements);
+    const int width = round_up(call.in, kTileDepth);
+    Bf16* padded = scratch<Padded, Bf16>(kRows * width);
     const int rows = static_cast<int>(std::min<int64_t>(kRows, call.rows - row));
     Rows x[2];
     for (int t = 0; t < 2; ++t) {
       const int some = std::clamp(rows - t * kTileRows, 0, kTileRows);
-      x[t] = tiles_of(call.x + (row + t * kTileRows) * call.in, call.in, some, t, tiles);
+      x[t] = rows_of(call.x + (row + t * kTileRows) * call.in, call.in, some, padded + t * kTileRows * width, [] {});
     }
     const int rows_a_step = (kRows + steps_ - 1) / steps_;
     const bool streams = past_the_cache();
@@ -373,8 +360,8 @@ class Amx {
     }
   }
 
-  // With residuals, results that fill an L2 cache are written past it, whole lines at a time: as much is read as written
-  // then, and a line that is written otherwise is read first.
+  // With residuals, results that fill an L2 cache are written past it, whole lines at a time: as much is read as is
+  // written then, and a line that is written otherwise is read first.
   bool past_the_cache() const {
     constexpr int64_t kCacheBytes = 2 << 20;
     const int64_t bytes = call_.rows * call_.features() * static_cast<int64_t>(sizeof(float));
