@@ -12,7 +12,7 @@ from tests.tiny_model import random_prompt, write_sharp_model
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     config = EngineConfig(
-        dtype="float32", block_size=16, sparse_budget_tokens=128, num_dense_layers=1, max_num_batched_tokens=256,
+        dtype="float32", block_size=16, sparse_budget_tokens=None, max_num_batched_tokens=256,
         max_model_len=512, max_num_seqs=1, deterministic=True,
     )  # fmt: skip
     return Engine(write_sharp_model(tmp_path_factory.mktemp("sharp")), config)
