@@ -59,11 +59,11 @@ def main(
     cos, sin = rope_cos_sin(jnp.arange(num_tokens), *rope_frequencies(config))
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        blocks = jnp.stack([k, v], axis=1).reshape(-1, BLOCK_SIZE, 2, config.num_kv_heads, config.head_dim)
-        pool = to_storage(blocks.transpose(0, 3, 2, 1, 4), storage_dtype(jnp.dtype("bfloat16"), platform))
+        blocks = kernels.make_blocks(k, v, jnp.full(num_tokens // BLOCK_SIZE, BLOCK_SIZE), block_size=BLOCK_SIZE)
+        pool = to_storage(blocks, storage_dtype(jnp.dtype("bfloat16"), platform))
         return kernels.prefill_attention(q, pool, *where, scale=scale), (q, pool, k)
 
-    run = jax.jit(lambda layer, hidden: run_layer(config, "bfloat16", layer, hidden, cos, sin, attend))
+    run = jax.jit(lambda layer, hidden: run_layer(config, "bfloat16", layer, hidden, cos, sin, attend, kernels=kernels))
     causal = np.broadcast_to(np.tri(num_tiles, dtype=bool)[:, None], (num_tiles, config.num_q_heads, num_tiles))
     short = np.arange(num_tiles) < dense_tokens // PREFILL_TILE
     found: dict[str, list[tuple[float, float, float]]] = {}

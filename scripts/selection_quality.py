@@ -112,8 +112,8 @@ def _layer(
     scale = config.head_dim**-0.5
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, dict[tuple[int, str], jax.Array]]:
-        blocks = jnp.stack([k, v], 1).reshape(-1, block_size, 2, config.num_kv_heads, config.head_dim)
-        pool = jnp.pad(blocks.transpose(0, 3, 2, 1, 4), ((1, 0), (0, 0), (0, 0), (0, 0), (0, 0)))
+        blocks = kernels.make_blocks(k, v, jnp.full(len(k) // block_size, block_size), block_size=block_size)
+        pool = jnp.pad(blocks, ((1, 0), (0, 0), (0, 0), (0, 0), (0, 0)))
         table = jnp.arange(1, pool.shape[0])[None]
         starts = jnp.arange(0, hidden.shape[0], PREFILL_TILE)
         counts = jnp.clip(num_tokens - starts, 0, PREFILL_TILE)
