@@ -101,25 +101,28 @@ def answer_nll(engine: Engine, item: Answered) -> float:
 
     All of the prompt but its last token is prefilled; that one and the answer's go in by decode steps, as when serving.
     """
+    given = [item.prompt[-1], *item.answer[:-1]]
+    rows = forced_logits(engine, item.prompt[:-1], given)
+    total = sum(-float(jax.nn.log_softmax(row)[following]) for row, following in zip(rows, item.answer, strict=True))
+    return total / len(item.answer)
+
+
+def forced_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> Iterator[np.ndarray]:
+    """Logits `[vocab]` of one decode step for each of `tokens`, which it is given, after a prefill of the prompt."""
     runner, layout = engine.runner, engine.layout
-    prompt = np.asarray(item.prompt[:-1], np.int32)
-    forced = [item.prompt[-1], *item.answer]
-    runner.add_sequence(Sequence("answer", prompt, SamplingParams(temperature=0), (0, 0)))
-    blocks = tuple(range(1, 1 + layout.blocks_for(len(prompt) + len(forced))))
-    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="answer", row=0, block_ids=blocks),)))
-    step = engine.config.max_num_batched_tokens
-    for start in range(0, len(prompt), step):
-        items = (PrefillItem(request_id="answer", start=start, end=min(start + step, len(prompt))),)
+    runner.add_sequence(Sequence("forced", np.asarray(prompt, np.int32), SamplingParams(temperature=0), (0, 0)))
+    blocks = tuple(range(1, 1 + layout.blocks_for(len(prompt) + len(tokens))))
+    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="forced", row=0, block_ids=blocks),)))
+    chunk = engine.config.max_num_batched_tokens
+    for start in range(0, len(prompt), chunk):
+        items = (PrefillItem(request_id="forced", start=start, end=min(start + chunk, len(prompt))),)
         segment = PrefillSegment(items=items, layer_start=0, layer_end=layout.num_layers)
         runner.execute(StepPlan(step=0, prefill=(segment,)))
-    total = 0.0
-    for token, following in zip(forced, item.answer, strict=False):
-        runner.force_token("answer", token)
-        running = runner.begin(StepPlan(step=0, decode=("answer",)))
-        logits = running.decoded[0][1].logits[0]
-        total -= float(jax.nn.log_softmax(logits)[following])
-    runner.execute(StepPlan(step=0, finished=("answer",)))
-    return total / len(item.answer)
+    for token in tokens:
+        runner.force_token("forced", token)
+        running = runner.begin(StepPlan(step=0, decode=("forced",)))
+        yield np.asarray(running.decoded[0][1].logits[0])
+    runner.execute(StepPlan(step=0, finished=("forced",)))
 
 
 def answered_prompts(

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from cpu_kernels import loader
+from scripts.serving_quality import forced_logits
 from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
-from sparseserve_jax.plan import Admission, PrefillItem, PrefillSegment, StepPlan
-from sparseserve_jax.runner.sequences import Sequence
 from tests.real_text import real_text
 from tests.test_exactness import assert_same, run
 from tests.tiny_model import random_prompt, write_sharp_model
@@ -76,24 +75,6 @@ MOST_ERROR, MEAN_ERROR = 2.0, 0.2
 """Of logits, which span 40 and more; measured: see the output of the test."""
 
 
-def decode_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """Logits `[len(tokens), vocab]` of decode steps that are given these tokens, after a prefill of the prompt."""
-    runner, num_layers = engine.runner, engine.layout.num_layers
-    sequence = Sequence("probe", np.asarray(prompt, np.int32), SamplingParams(temperature=0), (0, 0))
-    runner.add_sequence(sequence)
-    blocks = tuple(range(1, 1 + engine.layout.blocks_for(len(prompt) + len(tokens))))
-    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="probe", row=0, block_ids=blocks),)))
-    item = PrefillItem(request_id="probe", start=0, end=len(prompt))
-    runner.execute(StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=num_layers),)))
-    rows = []
-    for token in tokens:
-        runner.force_token("probe", token)
-        ((_, outputs),) = runner._decode([sequence])
-        rows.append(np.asarray(outputs.logits[0]))
-    runner.execute(StepPlan(step=0, finished=("probe",)))
-    return np.stack(rows)
-
-
 @pytest.mark.slow
 @NO_LIBRARY
 @pytest.mark.parametrize("sparse_budget_tokens", [None, 512], ids=["dense", "sparse"])
@@ -106,10 +87,10 @@ def test_the_embedded_model_hardly_notices(sparse_budget_tokens):
     prompt = engine.tokenizer.encode(real_text())[5000 : 5000 + PROMPT_TOKENS]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     tokens = engine.generate([Request(prompt=prompt, sampling=sampling)])[0].token_ids
-    expected = decode_logits(engine, prompt, tokens[:-1])
+    expected = np.stack(list(forced_logits(engine, prompt, tokens[:-1])))
     assert expected.argmax(-1).tolist() == tokens[1:]
     quantised = Engine(config=dataclasses.replace(config, kv_dtype="int8"))
-    logits = decode_logits(quantised, prompt, tokens[:-1])
+    logits = np.stack(list(forced_logits(quantised, prompt, tokens[:-1])))
     error, same = np.abs(logits - expected), (logits.argmax(-1) == expected.argmax(-1)).mean()
     spread = np.ptp(expected, axis=-1).mean()
     print(
