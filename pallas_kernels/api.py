@@ -166,28 +166,22 @@ def _pallas(interpret: bool) -> Kernels:
     )
 
     fixed = functools.partial(functools.partial, interpret=interpret)
-    return Kernels(
+    # Products, norms and the like are left to XLA on a GPU.
+    return dataclasses.replace(
+        _REFERENCE,
         name="pallas",
         interpreted=interpret,
         append_blocks=fixed(append.append_blocks),
         append_tokens=fixed(append.append_tokens),
         score_blocks=fixed(score_blocks.score_blocks),
         select_blocks=fixed(select_blocks.select_blocks),
-        union_over_group=reference.union_over_group,
         match_slots=fixed(match_slots.match_slots),
         decode_attention=fixed(decode_attention.decode_attention),
         prefill_attention=fixed(prefill_attention.prefill_attention),
-        select_key_tiles=select_key_tiles,
         flash_h2d=fixed(flash_h2d.flash_h2d),
         load_blocks=fixed(flash_h2d.load_blocks),
         save_blocks=fixed(flash_d2h.save_blocks),
         save_pieces=fixed(flash_d2h.save_pieces),
-        rms_norm=pointwise.rms_norm,
-        split_and_rotate=pointwise.split_and_rotate,
-        make_blocks=pointwise.make_blocks,
-        zeros=jnp.zeros,
-        prepare_weights=_leave_weights,
-        linear=linear.linear,
     )
 
 
