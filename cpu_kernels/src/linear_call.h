@@ -47,17 +47,6 @@ inline F32 silu(F32 x) {
   return x * reciprocal(exp2(min(splat(126.0f), x * -kLog2E)) + 1.0f);
 }
 
-inline void store_first(Bf16* p, F32 v, int n) {
-#if defined(__AVX512BF16__)
-  if (n >= kLanes) {
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
-    std::memcpy(p, &rounded, sizeof rounded);
-    return;
-  }
-#endif
-  for (int i = 0; i < n && i < kLanes; ++i) p[i] = to_bf16(v[i]);
-}
-
 // A sum of products for `n` (at most kLanes count) rows of the weight from `row` on, scaled and with the bias.
 inline F32 scaled(const Call& call, F32 sum, int row, int n) {
   if (call.scales != nullptr) sum *= load_first(call.scales + row, n);
@@ -77,10 +66,8 @@ inline void write(const Call& call, int64_t row, int feature, int n, F32 sum, F3
   const int64_t at = row * call.features() + feature;
   if (call.gated) {
     store_first(call.gated_result + at, value, n);
-  } else if (n >= kLanes) {
-    store(call.result + at, value);
   } else {
-    std::memcpy(call.result + at, &value, n * sizeof(float));
+    store_first(call.result + at, value, n);
   }
 }
 

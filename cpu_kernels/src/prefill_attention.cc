@@ -9,6 +9,7 @@
 #include "amx.h"
 #include "ffi_op.h"
 #include "parallel.h"
+#include "prefill_checks.h"
 #include "prefill_panels.h"
 #include "prefill_prompt.h"
 #include "prefill_vectors.h"
@@ -235,33 +236,19 @@ void run(const Call& call, float*, ffi::ThreadPool& pool) { run_units<float, Vec
 ffi::Error prefill_attention(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints tables,
                              Ints tile_prompt, Ints tile_start, Ints tile_tokens, ffi::Buffer<ffi::PRED> tile_mask,
                              Floats kv_scales, ffi::ResultBuffer<ffi::F32> out, float scale, bool allow_amx) {
-  SPARSESERVE_CHECK(rank(q) == 3 && is_pool(pool) && rank(tile_mask) == 3, "prefill_attention: wrong ranks");
+  const ffi::Error error =
+      check_prompts("prefill_attention", q, pool, tables, tile_prompt, tile_start, tile_tokens, kv_scales);
+  if (error.failure()) return error;
+  SPARSESERVE_CHECK(rank(tile_mask) == 3, "prefill_attention: wrong ranks");
   const PoolShape shape(pool);
   const int num_tiles = static_cast<int>(dim(tile_start, 0));
-  SPARSESERVE_CHECK(dim(q, 0) == int64_t{num_tiles} * kTile, "prefill_attention: queries are not tiles of 128 tokens");
-  SPARSESERVE_CHECK(dim(q, 2) == shape.head_dim && dim(q, 1) % shape.num_heads == 0, "prefill_attention: wrong heads");
   SPARSESERVE_CHECK(shape.head_dim % 2 == 0, "prefill_attention: head_dim must be even");
-  const bool quantised = pool.element_type() == ffi::DataType::S8;
-  SPARSESERVE_CHECK(is_float(pool) || quantised, "prefill_attention: pools are bfloat16, float32 or int8");
-  SPARSESERVE_CHECK(is_float(q) && is_bf16(q.element_type()) == (quantised || is_bf16(pool.element_type())),
-                    "prefill_attention: q is not as the pool, or not bfloat16 for an int8 pool");
-  const int64_t num_scales = kv_scales.element_count();
-  SPARSESERVE_CHECK(num_scales == (quantised ? shape.num_blocks * shape.num_heads * 2 : 0),
-                    "prefill_attention: kv_scales is [num_blocks, num_kv_heads, 2], for an int8 pool only");
   Call call{q.untyped_data(), pool.untyped_data(), shape, tables.typed_data(), tile_prompt.typed_data(),
             tile_start.typed_data(), tile_tokens.typed_data(),
             // One without key tiles stands for none.
-            dim(tile_mask, 2) == 0 ? nullptr : tile_mask.typed_data(), quantised ? kv_scales.typed_data() : nullptr,
+            dim(tile_mask, 2) == 0 ? nullptr : tile_mask.typed_data(), is_int8(pool) ? kv_scales.typed_data() : nullptr,
             out->typed_data(), num_tiles, static_cast<int>(dim(q, 1)), static_cast<int>(dim(tile_mask, 2)),
             static_cast<int>(dim(tables, 1)), scale, allow_amx};
-  for (int i = 0; i < num_tiles; ++i) {
-    const int64_t start = call.tile_start[i], tokens = call.tile_tokens[i], prompt = call.tile_prompt[i];
-    if (tokens == 0) continue;
-    SPARSESERVE_CHECK(prompt >= 0 && prompt < dim(tables, 0), "prefill_attention: tile of a prompt that is not there");
-    SPARSESERVE_CHECK(start >= 0 && tokens > 0 && tokens <= kTile &&
-                          start + tokens <= int64_t{call.max_blocks} * shape.block_size,
-                      "prefill_attention: tile past its block table");
-  }
   with_float_type(q.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
   return ffi::Error::Success();
 }

@@ -12,6 +12,7 @@
 #include "amx.h"
 #include "ffi_op.h"
 #include "parallel.h"
+#include "prefill_checks.h"
 #include "prefill_panels.h"
 #include "prefill_prompt.h"
 #if defined(SPARSESERVE_AMX)
@@ -311,33 +312,24 @@ void run(const Call& call, float*, ffi::ThreadPool& pool) { run_units<float, ByV
 
 ffi::Error select_key_tiles(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints tables,
                             Ints tile_prompt, Ints tile_start, Ints tile_tokens, Floats kv_scales,
-                            ffi::ResultBuffer<ffi::PRED> out, float scale, float threshold, int32_t dense_tokens, bool allow_amx) {
-  SPARSESERVE_CHECK(rank(q) == 3 && is_pool(pool) && rank(*out) == 3, "select_key_tiles: wrong ranks");
+                            ffi::ResultBuffer<ffi::PRED> out, float scale, float threshold, int32_t dense_tokens,
+                            bool allow_amx) {
+  const ffi::Error error =
+      check_prompts("select_key_tiles", q, pool, tables, tile_prompt, tile_start, tile_tokens, kv_scales);
+  if (error.failure()) return error;
+  SPARSESERVE_CHECK(rank(*out) == 3, "select_key_tiles: wrong ranks");
   const PoolShape shape(pool);
   const int num_tiles = static_cast<int>(dim(tile_start, 0));
-  SPARSESERVE_CHECK(dim(q, 0) == int64_t{num_tiles} * kTile, "select_key_tiles: queries are not tiles of 128 tokens");
-  SPARSESERVE_CHECK(dim(q, 2) == shape.head_dim && dim(q, 1) % shape.num_heads == 0, "select_key_tiles: wrong heads");
   SPARSESERVE_CHECK(shape.head_dim % 4 == 0, "select_key_tiles: head_dim must be a multiple of 4");
-  const bool quantised = pool.element_type() == ffi::DataType::S8;
-  SPARSESERVE_CHECK(is_float(pool) || quantised, "select_key_tiles: pools are bfloat16, float32 or int8");
-  SPARSESERVE_CHECK(is_float(q) && is_bf16(q.element_type()) == (quantised || is_bf16(pool.element_type())),
-                    "select_key_tiles: q is not as the pool, or not bfloat16 for an int8 pool");
-  const int64_t num_scales = kv_scales.element_count();
-  SPARSESERVE_CHECK(num_scales == (quantised ? shape.num_blocks * shape.num_heads * 2 : 0),
-                    "select_key_tiles: kv_scales is [num_blocks, num_kv_heads, 2], for an int8 pool only");
   const Call call{q.untyped_data(), pool.untyped_data(), shape, tables.typed_data(), tile_prompt.typed_data(),
-                  tile_start.typed_data(), tile_tokens.typed_data(), quantised ? kv_scales.typed_data() : nullptr,
+                  tile_start.typed_data(), tile_tokens.typed_data(), is_int8(pool) ? kv_scales.typed_data() : nullptr,
                   out->typed_data(), num_tiles,
                   static_cast<int>(dim(q, 1)), static_cast<int>(dim(*out, 2)), static_cast<int>(dim(tables, 1)), scale,
                   threshold, dense_tokens, allow_amx};
   for (int i = 0; i < num_tiles; ++i) {
-    const int64_t start = call.tile_start[i], tokens = call.tile_tokens[i], prompt = call.tile_prompt[i];
-    if (tokens == 0) continue;
-    SPARSESERVE_CHECK(prompt >= 0 && prompt < dim(tables, 0), "select_key_tiles: tile of a prompt that is not there");
-    SPARSESERVE_CHECK(start >= 0 && tokens > 0 && tokens <= kTile && call.causal_tiles(i) <= call.num_key_tiles &&
-                          start + tokens <= int64_t{call.max_blocks} * shape.block_size,
-                      "select_key_tiles: tile past its block table");
-    SPARSESERVE_CHECK(start % kStride == 0, "select_key_tiles: tile does not start on a group of 8 tokens");
+    if (!call.exists(i)) continue;
+    SPARSESERVE_CHECK(call.causal_tiles(i) <= call.num_key_tiles, "select_key_tiles: tile past its block table");
+    SPARSESERVE_CHECK(call.tile_start[i] % kStride == 0, "select_key_tiles: tile does not start on a group of 8 tokens");
   }
   with_float_type(q.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
   return ffi::Error::Success();

@@ -131,6 +131,10 @@ inline void store_first(float* p, F32 v, int n) {
   if (n >= kLanes) return store(p, v);
   std::memcpy(p, &v, n * sizeof(float));
 }
+inline void store_first(Bf16* p, F32 v, int n) {
+  if (n >= kLanes) return store(p, v);
+  for (int i = 0; i < n; ++i) p[i] = to_bf16(v[i]);
+}
 
 // Like the instruction: of a NaN and a number the second argument is returned.
 inline F32 max(F32 a, F32 b) {
