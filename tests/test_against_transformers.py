@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 PROMPT_TOKENS = 4096
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,10 @@ def engine():
     return Engine(config=config)
 
 
-def test_dense_logits_at_every_position(reference, engine):
-    token_ids = np.asarray(engine.tokenizer.encode(real_text())[:PROMPT_TOKENS], np.int32)
-    assert len(token_ids) == PROMPT_TOKENS
+@pytest.mark.parametrize("num_tokens", [2176, pytest.param(PROMPT_TOKENS, marks=SLOW)])  # both take two prefill calls
+def test_dense_logits_at_every_position(reference, engine, num_tokens):
+    token_ids = np.asarray(engine.tokenizer.encode(real_text())[:num_tokens], np.int32)
+    assert len(token_ids) == num_tokens
     hidden = hidden_states(engine, token_ids)
     with torch.no_grad():
         expected = reference.model(torch.tensor(token_ids[None].astype(np.int64))).last_hidden_state[0]
@@ -47,12 +49,12 @@ def test_dense_logits_at_every_position(reference, engine):
         lambda params, rows: unembed(engine.model_config, params, rows, kernels=engine.runner.spec.kernels)
     )
     worst = 0.0
-    for start in range(0, PROMPT_TOKENS, 512):
+    for start in range(0, num_tokens, 512):
         ours = np.asarray(logits(engine.runner.params, hidden[start : start + 512]))
         with torch.no_grad():
             theirs = reference.lm_head(expected[start : start + 512]).numpy()
         worst = max(worst, float(np.abs(ours - theirs).max()))
-    print(f"largest difference of logits over {PROMPT_TOKENS} positions: {worst:.2e}")
+    print(f"largest difference of logits over {num_tokens} positions: {worst:.2e}")
     assert worst <= 1e-3
 
 
@@ -76,10 +78,13 @@ def hidden_states(engine: Engine, token_ids: np.ndarray) -> jax.Array:
     return jnp.concatenate(rows)
 
 
-def test_greedy_tokens(reference, engine):
-    """64 greedy tokens of 20 prompts of real text."""
+@pytest.mark.parametrize("num_prompts", [6, pytest.param(20, marks=SLOW)])
+def test_greedy_tokens(reference, engine, num_prompts):
+    """64 greedy tokens of each of some prompts of real text."""
     token_ids = engine.tokenizer.encode(real_text())
-    prompts = [token_ids[start : start + 60 + 9 * index] for index, start in enumerate(range(0, 20 * 700, 700))]
+    prompts = [
+        token_ids[start : start + 60 + 9 * index] for index, start in enumerate(range(0, num_prompts * 700, 700))
+    ]
     assert all(len(prompt) >= 60 for prompt in prompts)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = engine.generate([Request(prompt=prompt, sampling=params) for prompt in prompts])

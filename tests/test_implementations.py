@@ -45,8 +45,13 @@ def test_native_kernels_serve_the_same_tokens(model, expected, changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, TIERED, TIERED | {"selection_granularity": "query_head", "device_kv_bytes": 3_000_000}],
-    ids=["unified", "tiered", "tiered, per query head"],
+    [
+        pytest.param({}, id="unified"),
+        pytest.param(TIERED, id="tiered", marks=pytest.mark.slow),
+        pytest.param(
+            TIERED | {"selection_granularity": "query_head", "device_kv_bytes": 3_000_000}, id="tiered, per query head"
+        ),
+    ],
 )
 def test_interpreted_kernels_serve_the_same_tokens_from_the_same_blocks(model, expected, changes):
     if "selection_granularity" in changes:

@@ -41,9 +41,14 @@ class StepSpec:
     prefill_dense_tokens: int = 0
     """Prompt tokens up to here attend to everything."""
 
-    def prefills_sparsely(self, layer: int) -> bool:
-        """Whether prompts attend to selected keys only in this layer."""
-        return self.prefill_sparsity is not None and layer >= self.prefill_dense_layers
+    def prefills_sparsely(self, layer: int, longest_end: int) -> bool:
+        """Whether a call whose tokens reach up to position `longest_end` attends to selected keys only in this layer.
+
+        Where all of its tokens are dense anyway, choosing keys would cost a tenth of a short prompt's time for nothing.
+        """
+        if self.prefill_sparsity is None or layer < self.prefill_dense_layers:
+            return False
+        return longest_end > self.prefill_dense_tokens
 
     @property
     def scale(self) -> float:

@@ -98,7 +98,7 @@ class AbstractRunner:
         angles = jax.ShapeDtypeStruct((num_tokens, layout.head_dim), jnp.float32)
         hidden, rope, pool = abstract((hidden, (angles, angles), pool))
         args = (self.params["layers"][-1], hidden, rope, pool, digests, scales, abstract(call.call))
-        sparse = self.spec.prefills_sparsely(layout.num_layers - 1)
+        sparse = self.spec.prefills_sparsely(layout.num_layers - 1, layout.max_model_len)
         kwargs = {"spec": self.spec, "single_prompt": True, "sparse": sparse}
         return Program(function=prefill_layer, args=args, kwargs=kwargs)
 

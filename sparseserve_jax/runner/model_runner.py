@@ -179,13 +179,14 @@ class ModelRunner:
             padding = np.zeros(num_seqs, np.int32)
             rows = np.full(num_seqs, self._tables.padding_row, np.int32)
             self._warm_up_sampler(self._run_decode(padding - 1, rows, width).logits)
+        ends = (0,) if self.spec.prefill_sparsity is None else (0, self.layout.max_model_len)
         layers = sorted({0, self.layout.num_layers - 1})  # a dense and a sparse one, where there are both
         for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
             yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
             call = self._open_call((), min_tokens=num_tokens)
             call.is_single = single
             self._begin(call)
-            for layer in layers:
+            for layer, call.longest_end in itertools.product(layers, ends):
                 self._prefill_layer(call, layer)
             rows = np.zeros(buckets.NUM_PREFILL_PROMPTS, np.int32)
             self._warm_up_sampler(prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec))
@@ -424,7 +425,7 @@ class ModelRunner:
         pool = self._staging if layout.tiered else state.pools[layer]
         call.hidden, pool, digests, scales, blocks = prefill_layer(
             self.params["layers"][layer], call.hidden, call.rope, pool, digests, scales, call.call,
-            spec=self.spec, single_prompt=call.is_single, sparse=self.spec.prefills_sparsely(layer),
+            spec=self.spec, single_prompt=call.is_single, sparse=self.spec.prefills_sparsely(layer, call.longest_end),
         )  # fmt: skip
         if layout.tiered:
             self._staging = pool

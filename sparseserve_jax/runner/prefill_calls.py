@@ -32,6 +32,9 @@ class OpenCall:
 
     Args:
         min_tokens: pad to at least this (warm-up).
+
+    Attributes:
+        longest_end: the position up to which the call's tokens reach.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class OpenCall:
         self.hidden: Array | None = None
         self.rope: tuple[Array, Array] | None = None
         self.is_single = len(items) == 1
+        self.longest_end = max((item.end for item in items), default=0)
         self.call, self.save_ids = self._lay_out()
 
     @property

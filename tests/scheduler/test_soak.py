@@ -1,4 +1,4 @@
-"""100,000 steps under random load in every mode: all end, nothing leaks, nobody starves."""
+"""Steps under random load in every mode (100,000 with the slow tests): all end, nothing leaks, nobody starves."""
 
 import random
 
@@ -15,11 +15,11 @@ MODES = [
     ("tiered", "chunked", "working-set"),
     ("tiered", "chunked", "none"),
 ]
-NUM_STEPS = 100_000 // len(MODES) + 1
 
 
+@pytest.mark.parametrize("num_steps", [5_000, pytest.param(100_000 // len(MODES) + 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kv_tiers", "prefill", "batch_control"), MODES)
-def test_soak(kv_tiers, prefill, batch_control):
+def test_soak(kv_tiers, prefill, batch_control, num_steps):
     rng = random.Random(f"{kv_tiers} {prefill} {batch_control}")
     config = make_config(
         kv_tiers=kv_tiers, prefill=prefill, batch_control=batch_control, max_inject_tokens=1200, working_set_margin=0.1
@@ -28,7 +28,7 @@ def test_soak(kv_tiers, prefill, batch_control):
     h = Harness(config, layout, slots_of=lambda _: rng.randint(3, 20), ends=lambda _: rng.random() < 0.01)
     queue_steps = []
     added = 0
-    while h.num_steps < NUM_STEPS:
+    while h.num_steps < num_steps:
         while len(h.requests) < 12 and rng.random() < 0.2:
             prompt = rng.randint(1, 120) if rng.random() < 0.5 else rng.randint(1, 960)
             h.add(make_request(f"r{added}", prompt, rng.randint(1, 60), arrival_s=float(h.num_steps)))
@@ -39,7 +39,7 @@ def test_soak(kv_tiers, prefill, batch_control):
             h.check_usage()
     h.run()
 
-    assert len(h.finished) == added > NUM_STEPS // 100
+    assert len(h.finished) == added > num_steps // 100
     first_come = [int(r[1:]) for r in h.runner.admission_order]
     assert first_come == sorted(first_come), "somebody was passed in the queue"
     queue_steps = [r.prefill_start_s - r.arrival_s for r in h.finished.values() if r.prefill_start_s is not None]
