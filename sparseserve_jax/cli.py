@@ -155,6 +155,8 @@ def _metavar(name: str) -> str:
         return "SIZE"
     if name == "sparse_budget_tokens":
         return "INTEGER|dense"
+    if name == "rope_scaling":
+        return "JSON"
     number = next((part for part in choices or (kind,) if part in (int, float)), None)
     return {int: "INTEGER", float: "FLOAT", None: "TEXT"}[number]
 
@@ -171,11 +173,14 @@ def _parse(name: str, value: Any) -> Any:
     try:
         if name.endswith("_bytes"):
             return parse_bytes(value)
+        if name == "rope_scaling":
+            return json.loads(value)
         for number in (int, float):
             if number in parts:
                 return number(value)
     except ValueError as error:
-        reason = str(error) if name.endswith("_bytes") else f"{value!r} is not a number"
+        kind = "JSON" if name == "rope_scaling" else "a number"
+        reason = str(error) if name.endswith("_bytes") else f"{value!r} is not {kind}"
         raise ValueError(f"{flag}: {reason}") from error
     return value
 

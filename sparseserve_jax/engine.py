@@ -22,7 +22,7 @@ from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.compilation_cache import use_compilation_cache
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.info import EngineInfo, describe_engine
-from sparseserve_jax.models.rope import max_supported_len
+from sparseserve_jax.models.rope import max_supported_len, with_rope_scaling
 from sparseserve_jax.models.weights import load_params
 from sparseserve_jax.output import OutputProcessor
 from sparseserve_jax.plan import DecodeStats, StepPlan, StepResult
@@ -70,7 +70,8 @@ class Engine:
         self.config, self._clock = config, clock
         cache = use_compilation_cache(config.compilation_cache_dir)
         source = open_checkpoint(model)
-        self.model_config = source.config
+        model = source.config if config.rope_scaling is None else with_rope_scaling(source.config, config.rope_scaling)
+        self.model_config = model
         device = jax.devices()[0]
         kernels = get_kernels(config.implementation, device.platform)
         kernels.require(
@@ -82,7 +83,7 @@ class Engine:
         self.layout = plan_layout(
             config,
             source.config.kv_shape,
-            model_max_len=max_supported_len(source.config),
+            model_max_len=max_supported_len(model),
             available_device_bytes=int(MEMORY_SHARE * free_device),
             available_host_bytes=int(MEMORY_SHARE * free_host),
         )
@@ -100,12 +101,12 @@ class Engine:
         self._template_source, self._special = source.chat_template, source.special
         self._template: ChatTemplate | None = None
         params = load_params(source.config, source.tensor, config.dtype, config.weight_dtype)
-        self.runner = ModelRunner(params, source.config, config, self.layout, kernels, device)
+        self.runner = ModelRunner(params, model, config, self.layout, kernels, device)
         self.scheduler = Scheduler(config, self.layout)
         self.info: EngineInfo = describe_engine(
             config,
             source.describe(),
-            source.config,
+            model,
             kernels.describe(),
             str(cache) if cache else None,
             device,
