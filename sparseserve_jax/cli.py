@@ -28,6 +28,7 @@ from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
+from sparseserve_jax.selection_record import SelectionRecord
 
 BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
               "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
@@ -74,12 +75,14 @@ def parse_bytes(text: str) -> int:
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replaces a command's parameter `config` by one option for each field of `EngineConfig`.
 
+    A field that the command has a parameter of its own for stays at its default: the command sees to it.
     Errors of the user's making (ValueError, OSError, NotImplementedError) become one line on stderr and exit code 2.
     """
     signature = inspect.signature(command, eval_str=True)
-    options = [_option(field) for field in dataclasses.fields(EngineConfig)]
-    names = [option.name for option in options]
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
+    taken = {parameter.name for parameter in own}
+    options = [_option(field) for field in dataclasses.fields(EngineConfig) if field.name not in taken]
+    names = [option.name for option in options]
 
     def call(**values: Any) -> None:
         given = {name: values.pop(name) for name in names}
@@ -231,6 +234,9 @@ def generate(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Outputs as JSON; - = stdout.")
     ] = None,
+    record_selection: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the blocks that every decode step selected (.npz).")
+    ] = None,
     metrics: Annotated[bool, typer.Option(help="Show a table of figures at the end.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print what is in force.")] = False,
 ) -> None:
@@ -240,6 +246,9 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop or ())
     )
     requests = [Request(prompt=[{"role": "user", "content": text}] if chat else text) for text in texts]
+    if record_selection is not None:
+        record_selection.parent.resolve(strict=True)  # not only after all the work
+        config = dataclasses.replace(config, record_selection=True)
     engine = Engine(model, config)
     if not quiet:
         print_info(engine)
@@ -250,6 +259,13 @@ def generate(
     )  # fmt: skip
     if metrics:
         wide_console(stderr=True).print(metrics_table(outputs))
+    if record_selection is not None:
+        SelectionRecord.of_outputs(
+            outputs, block_size=engine.layout.block_size, num_dense_layers=engine.layout.num_dense_layers
+        ).save(record_selection)
+        outputs = [
+            dataclasses.replace(o, metrics=dataclasses.replace(o.metrics, selected_block_ids=[])) for o in outputs
+        ]
     if json_file is not None:
         write_json(json_file, {"engine": engine.info.to_dict(), "outputs": [output_dict(o) for o in outputs]})
 
