@@ -3,8 +3,9 @@
     python scripts/working_set.py --data-dir LONGBENCH_DIR [--record FILE] [--json FILE] [--png FILE]
     python scripts/working_set.py --recorded FILE [--json FILE] [--png FILE]
 
-The first form generates from prompts of LongBench and can keep what was selected; the second reads such a file, also one
-of `sparseserve generate --record-selection FILE`. Printed are, as means over sparse layers, KV heads, steps and prompts:
+The first form generates from prompts of LongBench and can keep what was selected; the second reads such a file, also
+one of `sparseserve generate --record-selection FILE`. Printed are means over sparse layers, KV heads, steps and
+prompts:
 
 - overlap: share of the blocks selected at a step that are in the union of the selections of the last w steps;
 - working set: blocks in the union of the last 12 steps, in selections, by task;

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,17 +72,35 @@ def parse_bytes(text: str) -> int:
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+def parse_decode_settings(text: str) -> tuple[tuple[int | None, Any], ...]:
+    """`512:cuboid-mean,dense:mean` as `EngineConfig.extra_decode_settings`; nothing = none.
+
+    Raises:
+        ValueError: not of this form (which methods there are, `EngineConfig` knows).
+    """
+    settings = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        budget, colon, method = part.partition(":")
+        if not colon or not (budget == "dense" or budget.isdecimal()):
+            raise ValueError(
+                f"--extra-decode-settings: {part!r} is not BUDGET:METHOD; give such as 512:cuboid-mean,dense:mean"
+            )
+        settings.append((None if budget == "dense" else int(budget), method))
+    return tuple(settings)
+
+
+def engine_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
     """Replaces a command's parameter `config` by one option for each field of `EngineConfig`.
 
-    A field that the command has a parameter of its own for stays at its default: the command sees to it.
     Errors of the user's making (ValueError, OSError, NotImplementedError) become one line on stderr and exit code 2.
+
+    Args:
+        without: fields that get no option and keep their defaults.
     """
     signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
-    taken = {parameter.name for parameter in own}
-    options = [_option(field) for field in dataclasses.fields(EngineConfig) if field.name not in taken]
+    options = [_option(field) for field in dataclasses.fields(EngineConfig) if field.name not in without]
     names = [option.name for option in options]
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
 
     def call(**values: Any) -> None:
         given = {name: values.pop(name) for name in names}
@@ -122,7 +140,7 @@ def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
     if isinstance(field.default, bool):
         kind, default = bool, typer.Option(field.default, f"{flag}/--no-{flag[2:]}", **info)
     else:
-        shown = None if field.default is None else str(field.default)
+        shown = None if field.default is None else "" if field.default == () else str(field.default)
         kind = str | None if shown is None else str
         default = typer.Option(shown, flag, metavar=_metavar(field.name), **info)
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -160,6 +178,8 @@ def _metavar(name: str) -> str:
         return "INTEGER|dense"
     if name == "rope_scaling":
         return "JSON"
+    if name == "extra_decode_settings":
+        return "BUDGET:METHOD,..."
     number = next((part for part in choices or (kind,) if part in (int, float)), None)
     return {int: "INTEGER", float: "FLOAT", None: "TEXT"}[number]
 
@@ -170,6 +190,8 @@ def _parse(name: str, value: Any) -> Any:
         return value
     if name == "sparse_budget_tokens" and value in ("dense", "none"):
         return None
+    if name == "extra_decode_settings":
+        return parse_decode_settings(value)
     kind = _field_types()[name]
     parts = typing.get_args(kind) or (kind,)
     flag = "--" + name.replace("_", "-")
@@ -218,7 +240,7 @@ def _root(
 
 
 @app.command()
-@engine_options
+@functools.partial(engine_options, without=("record_selection",))
 def generate(
     config: EngineConfig,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Served together.")] = None,

@@ -67,7 +67,7 @@ def lru_hit_rates(selected: np.ndarray, slots: Sequence[int], first_step: int) -
 
 
 def _steps(selected: np.ndarray, first_step: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each step's ids, and for every block `[layers, heads, blocks]` how many steps ago it was selected (inf: never)."""
+    """Each step's ids, and for every block `[layers, heads, blocks]` the steps since it was selected (inf: never)."""
     if len(selected) <= first_step:
         raise ValueError(f"a recording of {len(selected)} steps has none from first_step={first_step} on; record more")
     last = np.full((*selected.shape[1:3], int(selected.max()) + 1), -np.inf)
