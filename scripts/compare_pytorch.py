@@ -2,8 +2,8 @@
 
     python scripts/compare_pytorch.py [--json FILE] [--parts dense,sparse,speed]
 
-- dense (float32): log-probabilities of every prompt token, of the best 20 candidates at each place, and greedy tokens,
-  against transformers.
+- dense (float32): logits and negative log-likelihood at every place of the prompts, and greedy tokens, against
+  transformers.
 - sparse (float32): for each method and budget the blocks that every layer and KV head selected at every decode step,
   the tokens, and their log-probabilities, against `torch_oracle.py`, which runs the whole model with its own KV.
 - speed (bfloat16): time to first token, time of a decode step and peak memory of both, each in a process of its own on
@@ -35,14 +35,14 @@ import typer
 from peers.contestants import Contestants, Shape
 from peers.weights import huggingface_directory
 from peers.worker_process import WorkerProcess
-from torch_oracle import Agreement, Selection, SparseLlama, compare_selections
+from prompt_logits import prompt_logits
+from torch_oracle import Agreement, Selection, SparseLlama, block_lists, compare_selections
 
 from sparseserve_jax import Engine, EngineConfig, Request, RequestOutput, SamplingParams
 from sparseserve_jax.checkpoint.convert import convert
 from sparseserve_jax.checkpoint.open import open_checkpoint
 
 PARTS = ("dense", "sparse", "speed")
-CANDIDATES = 20
 TIE_NATS = 1e-4
 """Ranks this close, in nats of the score, are a tie: orders of summation in float32 differ by as much."""
 SPEED_VARIANTS = ("dense", "sparse", "sparse-1024")
@@ -104,44 +104,38 @@ def compare_dense(directory: Path, prompts: list[list[int]], new_tokens: int) ->
     config = EngineConfig(
         dtype="float32", sparse_budget_tokens=None, max_model_len=max(map(len, prompts)) + new_tokens, max_num_seqs=2
     )
-    params = SamplingParams(
-        temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=CANDIDATES, prompt_logprobs=CANDIDATES
-    )
-    outputs = Engine(directory, config).generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    engine = Engine(directory, config)
+    outputs = engine.generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return [_dense_row(reference, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    return [_dense_row(engine, reference, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 @torch.inference_mode()
-def _dense_row(reference: Any, prompt: list[int], output: RequestOutput) -> dict[str, Any]:
-    tokens = prompt + output.token_ids
-    hidden = reference.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
-    assert output.logprobs is not None and output.prompt_logprobs is not None
-    rows = [*output.prompt_logprobs[1:], *output.logprobs]  # the first token of a prompt has no probability
-    worst, of_tokens, ours_nll, theirs_nll, greedy = 0.0, 0.0, [], [], 0
-    for place, row in enumerate(rows):
-        if place % 256 == 0:
-            logits = reference.lm_head(hidden[place : place + 256])
-            logprobs = logits.log_softmax(-1)
-        assert row is not None
-        theirs = logprobs[place % 256]
-        ids = torch.tensor([entry.token_id for entry in row])
-        difference = (theirs[ids] - torch.tensor([entry.logprob for entry in row])).abs()
-        worst, of_tokens = max(worst, float(difference.max())), max(of_tokens, float(difference[0]))
-        assert row[0].token_id == tokens[place + 1], "the token itself comes first"
-        if place < len(prompt) - 1:
-            ours_nll.append(-row[0].logprob)
-            theirs_nll.append(-float(theirs[tokens[place + 1]]))
-        else:
-            greedy += int(theirs.argmax()) == row[0].token_id
+def _dense_row(engine: Engine, reference: Any, prompt: list[int], output: RequestOutput) -> dict[str, Any]:
+    tokens = torch.tensor(prompt + output.token_ids)
+    hidden = reference.model(tokens[None, :-1]).last_hidden_state[0]
+    worst, nll, differences, start = 0.0, {"ours": 0.0, "theirs": 0.0}, [0.0], 0
+    for part in prompt_logits(engine, prompt):
+        ours, theirs = torch.from_numpy(part.copy()), reference.lm_head(hidden[start : start + len(part)])
+        worst = max(worst, float((ours - theirs).abs().max()))
+        following = tokens[start + 1 : min(start + 1 + len(part), len(prompt))]
+        rows = torch.arange(len(following))
+        one, other = (-logits.log_softmax(-1)[rows, following] for logits in (ours, theirs))
+        nll["ours"] += float(one.sum())
+        nll["theirs"] += float(other.sum())
+        differences.append(float((one - other).abs().max()))
+        start += len(part)
+    # If transformers' best token after each of our tokens is our next one, its greedy tokens are ours.
+    best = reference.lm_head(hidden[len(prompt) - 1 :]).argmax(-1)
     return {
         "prompt_tokens": len(prompt),
-        "max_logprob_difference": worst,
-        "max_nll_difference": of_tokens,
-        "nll": statistics.fmean(ours_nll),
-        "nll_transformers": statistics.fmean(theirs_nll),
+        "max_logit_difference": worst,
+        "max_nll_difference": max(differences),
+        "nll": nll["ours"] / (len(prompt) - 1),
+        "nll_transformers": nll["theirs"] / (len(prompt) - 1),
         "greedy_tokens": len(output.token_ids),
-        "greedy_tokens_equal": greedy,
+        "greedy_tokens_equal": int((best == tokens[len(prompt) :]).sum()),
     }
 
 
@@ -164,7 +158,9 @@ def compare_sparse(
     )  # fmt: skip
     total, worst = Agreement(), 0.0
     for prompt, output in zip(prompts, outputs, strict=True):
-        found = compare_selections(SparseLlama(directory, rule), prompt, output.token_ids, block_lists(output))
+        found = compare_selections(
+            SparseLlama(directory, rule), prompt, output.token_ids, block_lists(output.metrics.selected_block_ids)
+        )
         for field in ("selections", "equal", "tie_gaps", "tokens", "equal_tokens"):
             setattr(total, field, getattr(total, field) + getattr(found, field))
         assert output.logprobs is not None
@@ -184,12 +180,6 @@ def compare_sparse(
         "greedy_tokens_equal": total.equal_tokens,
         "max_logprob_difference": worst,
     }
-
-
-def block_lists(output: RequestOutput) -> list[list[list[list[int]]]]:
-    """The engine's blocks by decode step, layer and KV head."""
-    steps = [np.asarray(ids) for ids in output.metrics.selected_block_ids]
-    return [[[[b for b in row if b >= 0] for row in layer] for layer in step.tolist()] for step in steps]
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ class Agreement:
             last = ranks.sort(dim=-1, descending=True).values[:, model.selection.budget - 1]
             for block in sorted(set(own) ^ set(theirs)):
                 self.tie_gaps.append(float((ranks[:, block] - last).abs().min()))
+
+
+def block_lists(steps: Sequence[Any]) -> list[list[list[list[int]]]]:
+    """Arrays `[layers, KV heads, n]` of block ids, -1 = unused, by decode step, as lists without the unused."""
+    return [[[[b for b in row if b >= 0] for row in layer] for layer in step.tolist()] for step in steps]
 
 
 def compare_selections(

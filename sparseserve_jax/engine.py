@@ -70,8 +70,9 @@ class Engine:
         self.config, self._clock = config, clock
         cache = use_compilation_cache(config.compilation_cache_dir)
         source = open_checkpoint(model)
-        model = source.config if config.rope_scaling is None else with_rope_scaling(source.config, config.rope_scaling)
-        self.model_config = model
+        self.model_config = source.config
+        if config.rope_scaling is not None:
+            self.model_config = with_rope_scaling(source.config, config.rope_scaling)
         device = jax.devices()[0]
         kernels = get_kernels(config.implementation, device.platform)
         kernels.require(
@@ -83,7 +84,7 @@ class Engine:
         self.layout = plan_layout(
             config,
             source.config.kv_shape,
-            model_max_len=max_supported_len(model),
+            model_max_len=max_supported_len(self.model_config),
             available_device_bytes=int(MEMORY_SHARE * free_device),
             available_host_bytes=int(MEMORY_SHARE * free_host),
         )
@@ -102,12 +103,12 @@ class Engine:
         self._template_source, self._special = source.chat_template, source.special
         self._template: ChatTemplate | None = None
         params = load_params(source.config, source.tensor, config.dtype, config.weight_dtype)
-        self.runner = ModelRunner(params, model, config, self.layout, kernels, device)
+        self.runner = ModelRunner(params, self.model_config, config, self.layout, kernels, device)
         self.scheduler = Scheduler(config, self.layout)
         self.info: EngineInfo = describe_engine(
             config,
             source.describe(),
-            model,
+            self.model_config,
             kernels.describe(),
             str(cache) if cache else None,
             device,

@@ -17,6 +17,7 @@ import dataclasses
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class SelectionRecord:
 
     def save(self, path: str | Path) -> None:
         """Writes the file described above."""
-        arrays = {f"selected_{index}": request.selected for index, request in enumerate(self.requests)}
+        arrays: dict[str, Any] = {f"selected_{index}": request.selected for index, request in enumerate(self.requests)}
         with Path(path).open("wb") as file:
             np.savez_compressed(
                 file, format=FORMAT, block_size=self.block_size, num_dense_layers=self.num_dense_layers,

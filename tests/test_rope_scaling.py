@@ -6,14 +6,11 @@ import dataclasses
 import json
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scripts.prompt_logits import prompt_logits
 from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
-from sparseserve_jax.models.llama import unembed
-from sparseserve_jax.plan import Admission, PrefillItem, PrefillSegment, StepPlan
-from sparseserve_jax.runner.sequences import Sequence
 from tests.checkpoint.tiny_checkpoints import write_json
 from tests.tiny_model import random_prompt, write_sharp_model
 
@@ -59,30 +56,15 @@ def reference_logits(directory, token_ids: list[int]) -> np.ndarray:
         return model(torch.tensor([token_ids])).logits[0].numpy()
 
 
-def prompt_logits(engine: Engine, token_ids: list[int]) -> np.ndarray:
-    """Logits `[num_tokens, vocab]` of a one-layer model, through the runner's prefill, chunk by chunk."""
-    runner = engine.runner
-    sampling = SamplingParams(temperature=0, max_tokens=1)
-    runner.add_sequence(Sequence("probe", np.asarray(token_ids, np.int32), sampling, (0, 0)))
-    blocks = tuple(range(1, 1 + engine.layout.blocks_for(len(token_ids))))
-    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="probe", row=0, block_ids=blocks),)))
-    rows = []
-    for start in range(0, len(token_ids), 128):
-        item = PrefillItem(request_id="probe", start=start, end=min(start + 128, len(token_ids)))
-        runner.execute(StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=0),)))
-        call = runner._calls["probe", start]
-        runner._prefill_layer(call, 0)
-        rows.append(call.hidden[: item.end - start])
-    runner.execute(StepPlan(step=0, finished=("probe",)))
-    logits = unembed(engine.model_config, runner.params, jnp.concatenate(rows), kernels=runner.spec.kernels)
-    return np.asarray(logits)
+def all_logits(engine: Engine, token_ids: list[int]) -> np.ndarray:
+    return np.concatenate(list(prompt_logits(engine, token_ids)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_every_position(tmp_path, variant):
     directory = write_model(tmp_path / "model", *VARIANTS[variant])
     token_ids = random_prompt(PROMPT_TOKENS, 1)
-    ours = prompt_logits(Engine(directory, CONFIG), token_ids)
+    ours = all_logits(Engine(directory, CONFIG), token_ids)
     assert np.abs(ours - reference_logits(directory, token_ids)).max() <= 1e-4
     if variant != "none":
         write_model(tmp_path / "model", None, VARIANTS[variant][1])
@@ -120,4 +102,4 @@ def test_replaced_scaling_is_that_of_the_checkpoint(tmp_path):
     token_ids = random_prompt(PROMPT_TOKENS, 2)
     content = json.loads((directory / "config.json").read_text())
     write_json(directory / "config.json", content | {"rope_scaling": raw})
-    assert np.abs(prompt_logits(engine, token_ids) - reference_logits(directory, token_ids)).max() <= 1e-4
+    assert np.abs(all_logits(engine, token_ids) - reference_logits(directory, token_ids)).max() <= 1e-4

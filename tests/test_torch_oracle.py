@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sparseserve_jax import Engine, EngineConfig, Request, RequestOutput, SamplingParams
@@ -17,18 +15,10 @@ from tests.tiny_model import random_prompt, write_sharp_model
 
 torch = pytest.importorskip("torch")
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+from scripts import torch_oracle as oracle  # noqa: E402  (needs torch)
+
 TIE_NATS = 1e-4
 """Ranks closer than this are a tie for float32: two orders of summation differ by as much."""
-
-
-@pytest.fixture
-def oracle(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import torch_oracle
-
-    yield torch_oracle
-    sys.modules.pop("torch_oracle")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +33,6 @@ def generate(
     return Engine(model, config).generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
 
 
-def block_lists(output: RequestOutput) -> list[list[list[list[int]]]]:
-    """By decode step, layer and KV head."""
-    steps = [np.asarray(ids) for ids in output.metrics.selected_block_ids]
-    return [[[[b for b in row if b >= 0] for row in layer] for layer in step.tolist()] for step in steps]
-
-
 @pytest.mark.parametrize(
     ("method", "per_query_head", "changes"),
     [
@@ -58,7 +42,7 @@ def block_lists(output: RequestOutput) -> list[list[list[list[int]]]]:
         ("cuboid-mean", True, {}),
     ],
 )
-def test_selected_blocks(oracle, model, method, per_query_head, changes: dict[str, Any]):
+def test_selected_blocks(model, method, per_query_head, changes: dict[str, Any]):
     """Prompts over and within the budget, one that outgrows it while it decodes, one that ends on a block's border."""
     config = EngineConfig(
         dtype="float32", block_size=16, sparse_budget_tokens=128, record_selection=True, max_num_batched_tokens=512,
@@ -72,7 +56,7 @@ def test_selected_blocks(oracle, model, method, per_query_head, changes: dict[st
         num_newest=config.num_newest_blocks, num_dense_layers=config.num_dense_layers,
     )  # fmt: skip
     for prompt, output in zip(prompts, outputs, strict=True):
-        steps = block_lists(output)
+        steps = oracle.block_lists(output.metrics.selected_block_ids)
         assert len(steps) == len(output.token_ids) - 1 == 23
         found = oracle.compare_selections(oracle.SparseLlama(model, rule), prompt, output.token_ids, steps)
         assert found.equal_tokens == found.tokens == 24
@@ -81,7 +65,7 @@ def test_selected_blocks(oracle, model, method, per_query_head, changes: dict[st
         assert found.equal == found.selections or max(found.tie_gaps) <= TIE_NATS, found
 
 
-def test_the_oracle_tells_methods_apart(oracle, model):
+def test_the_oracle_tells_methods_apart(model):
     """What the comparison would say if the engine selected by another digest."""
     prompt = random_prompt(400, 1)
     rules = [
@@ -98,7 +82,7 @@ def test_the_oracle_tells_methods_apart(oracle, model):
     assert max(found.tie_gaps) > 100 * TIE_NATS
 
 
-def test_dense_oracle_is_transformers(oracle, model, tmp_path):
+def test_dense_oracle_is_transformers(model, tmp_path):
     transformers = pytest.importorskip("transformers")
     directory = write_sharp_model(tmp_path / "model", num_attention_heads=4)
     token_ids = random_prompt(100, 3)
@@ -114,7 +98,7 @@ def test_dense_oracle_is_transformers(oracle, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["cuboid-mean", "quest", "mean"])
-def test_selected_blocks_of_the_embedded_model(oracle, tmp_path, method):
+def test_selected_blocks_of_the_embedded_model(tmp_path, method):
     """Real text of 2,000 and 4,000 tokens at a budget of 1,024."""
     directory = tmp_path / "model"
     convert(open_checkpoint(None), directory, format="huggingface", dtype="float32")
@@ -130,7 +114,10 @@ def test_selected_blocks_of_the_embedded_model(oracle, tmp_path, method):
     rule = oracle.Selection(block_size=32, budget=32, method=method)
     for prompt, output in zip(prompts, outputs, strict=True):
         found = oracle.compare_selections(
-            oracle.SparseLlama(directory, rule), prompt, output.token_ids, block_lists(output)
+            oracle.SparseLlama(directory, rule),
+            prompt,
+            output.token_ids,
+            oracle.block_lists(output.metrics.selected_block_ids),
         )
         print(method, len(prompt), found)
         assert found.selections == 15 * 28 * 3

@@ -67,8 +67,7 @@ def with_rope_scaling(config: ModelConfig, scaling: Mapping[str, object]) -> Mod
         raise ValueError(f"rope scaling key {unknown[0]!r} is not known; known are {', '.join(sorted(_OVERRIDE_KEYS))}")
     kept = {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")}
     kept["rope_type"] = scaling.get("rope_type", scaling.get("type"))
-    own = config.rope_scaling_dict or {}
-    original = _original_length(config, own | kept)
+    original = _original_length(config, {**(config.rope_scaling_dict or {}), **kept})
     theta = _positive(scaling, "rope_theta") if "rope_theta" in scaling else config.rope_theta
     changed = dataclasses.replace(config, rope_theta=theta, rope_scaling=tuple(sorted(kept.items())))
     kind = rope_type(changed)
