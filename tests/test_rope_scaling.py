@@ -99,6 +99,7 @@ def test_replaced_scaling_is_that_of_the_checkpoint(tmp_path):
     config = dataclasses.replace(CONFIG, max_model_len=None, rope_scaling={"rope_type": "yarn", "factor": 2})
     engine = Engine(short, config)
     assert engine.layout.max_model_len == 256
+    assert any(line.endswith(", rotary scaling yarn 2 (as configured)") for line in engine.info.lines())
     token_ids = random_prompt(PROMPT_TOKENS, 2)
     content = json.loads((directory / "config.json").read_text())
     write_json(directory / "config.json", content | {"rope_scaling": raw})
