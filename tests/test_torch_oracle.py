@@ -17,13 +17,14 @@ torch = pytest.importorskip("torch")
 
 from scripts import torch_oracle as oracle  # noqa: E402  (needs torch)
 
+NUM_LAYERS = 3
 TIE_NATS = 1e-4
 """Ranks closer than this are a tie for float32: two orders of summation differ by as much."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_sharp_model(tmp_path_factory.mktemp("sharp"))
+    return write_sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=NUM_LAYERS)
 
 
 def generate(
@@ -61,7 +62,7 @@ def test_selected_blocks(model, method, per_query_head, changes: dict[str, Any])
         found = oracle.compare_selections(oracle.SparseLlama(model, rule), prompt, output.token_ids, steps)
         assert found.equal_tokens == found.tokens == 24
         grows = {470: 23, 336: 23, 120: 15, 60: 0}[len(prompt)]  # steps with more than 8 blocks
-        assert found.selections == grows * 2 * (4 - config.num_dense_layers)
+        assert found.selections == grows * 2 * (NUM_LAYERS - config.num_dense_layers)
         assert found.equal == found.selections or max(found.tie_gaps) <= TIE_NATS, found
 
 
@@ -78,7 +79,7 @@ def test_the_oracle_tells_methods_apart(model):
     found = oracle.compare_selections(
         oracle.SparseLlama(model, rules[0]), prompt, [7, 8], [[choice.blocks for choice in choices]]
     )
-    assert found.equal < found.selections == 6
+    assert found.equal < found.selections == 2 * (NUM_LAYERS - 1)
     assert max(found.tie_gaps) > 100 * TIE_NATS
 
 
