@@ -45,7 +45,7 @@ def main(
     lengths: str = typer.Option("128,1024,4096,8160", help="Prompt lengths of prefill, tokens."),
     contexts: str = typer.Option("512,4096,8160", help="Contexts of decode, tokens."),
     batches: str = typer.Option("1,8,16", help="Batch sizes of decode."),
-    variants: str = typer.Option(",".join(VARIANTS), help="Ours in decode."),
+    variants: str = typer.Option("sparse,dense,int8,int8-kv", help=f"Ours in decode, of {', '.join(VARIANTS)}."),
     prefill_variants: str = typer.Option(",".join(PREFILL_VARIANTS), help="Ours in prefill and serving."),
     prefill_sparsity: float = typer.Option(0.95, help="Threshold of our sparse prefill."),
     repeats: int = typer.Option(5, min=1, help="Pairs of each prefill and decode figure."),

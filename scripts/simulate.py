@@ -18,7 +18,9 @@ from typing import get_args
 
 from sparseserve_jax.cache.layout import KVLayout, KVShape, plan_layout
 from sparseserve_jax.config import BatchControl, EngineConfig, PrefillMode
+from sparseserve_jax.selection_record import SelectionRecord
 from sparseserve_jax.simulator.cost_model import CostModel
+from sparseserve_jax.simulator.residency import ResidencyModel
 from sparseserve_jax.simulator.simulate import SimulationReport, TraceRequest, simulate
 
 LONGBENCH = {
@@ -96,23 +98,29 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--device-gb", type=float, default=20.0, help="device bytes for KV, in 10^9")
     parser.add_argument("--host-gb", type=float, default=128.0, help="host bytes for KV, in 10^9")
+    parser.add_argument("--recorded", type=Path, help="selections of real requests in place of assumed overlaps (.npz)")
     parser.add_argument("--json", type=Path, help="write settings and reports to this file")
     args = parser.parse_args()
 
     make_cost_model, shape, max_len = MODELS[args.model]
+    residency = ResidencyModel()
+    if args.recorded:
+        record = SelectionRecord.load(args.recorded)
+        residency = ResidencyModel.measured([request.selected for request in record.requests])
     trace = make_trace(args.rate, args.requests, max_len, args.seed)
     runs = {}
     for prefill, control in itertools.product(get_args(PrefillMode), get_args(BatchControl)):
         config, layout = make_engine(args, shape, max_len, prefill, control)
-        runs[f"{prefill}, control {control}"] = simulate(trace, config, layout, make_cost_model())
+        runs[f"{prefill}, control {control}"] = simulate(trace, config, layout, make_cost_model(), residency)
     print(f"{args.model}, {args.requests} requests at {args.rate}/s, {layout.num_slots} device slots, simulated")
     print_table(runs)
     if args.json:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
+        settings = {key: value for key, value in vars(args).items() if key not in ("json", "recorded")}
         reports = {name: dataclasses.asdict(report) for name, report in runs.items()}
         content = {
             "what": "simulated, not measured", "commit": git_commit(), "settings": settings,
-            "cost_model": dataclasses.asdict(make_cost_model()), "reports": reports,
+            "cost_model": dataclasses.asdict(make_cost_model()), "residency": dataclasses.asdict(residency),
+            "reports": reports,
         }  # fmt: skip
         args.json.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
+from sparseserve_jax.selection_record import SelectionRecord
 
 BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
               "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
@@ -88,13 +89,16 @@ def parse_decode_settings(text: str) -> tuple[tuple[int | None, Any], ...]:
     return tuple(settings)
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+def engine_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
     """Replaces a command's parameter `config` by one option for each field of `EngineConfig`.
 
     Errors of the user's making (ValueError, OSError, NotImplementedError) become one line on stderr and exit code 2.
+
+    Args:
+        without: fields that get no option and keep their defaults.
     """
     signature = inspect.signature(command, eval_str=True)
-    options = [_option(field) for field in dataclasses.fields(EngineConfig)]
+    options = [_option(field) for field in dataclasses.fields(EngineConfig) if field.name not in without]
     names = [option.name for option in options]
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
 
@@ -172,6 +176,8 @@ def _metavar(name: str) -> str:
         return "SIZE"
     if name == "sparse_budget_tokens":
         return "INTEGER|dense"
+    if name == "rope_scaling":
+        return "JSON"
     if name == "extra_decode_settings":
         return "BUDGET:METHOD,..."
     number = next((part for part in choices or (kind,) if part in (int, float)), None)
@@ -192,11 +198,14 @@ def _parse(name: str, value: Any) -> Any:
     try:
         if name.endswith("_bytes"):
             return parse_bytes(value)
+        if name == "rope_scaling":
+            return json.loads(value)
         for number in (int, float):
             if number in parts:
                 return number(value)
     except ValueError as error:
-        reason = str(error) if name.endswith("_bytes") else f"{value!r} is not a number"
+        kind = "JSON" if name == "rope_scaling" else "a number"
+        reason = str(error) if name.endswith("_bytes") else f"{value!r} is not {kind}"
         raise ValueError(f"{flag}: {reason}") from error
     return value
 
@@ -231,7 +240,7 @@ def _root(
 
 
 @app.command()
-@engine_options
+@functools.partial(engine_options, without=("record_selection",))
 def generate(
     config: EngineConfig,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Served together.")] = None,
@@ -247,6 +256,9 @@ def generate(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Outputs as JSON; - = stdout.")
     ] = None,
+    record_selection: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the blocks that every decode step selected (.npz).")
+    ] = None,
     metrics: Annotated[bool, typer.Option(help="Show a table of figures at the end.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print what is in force.")] = False,
 ) -> None:
@@ -256,6 +268,9 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop or ())
     )
     requests = [Request(prompt=[{"role": "user", "content": text}] if chat else text) for text in texts]
+    if record_selection is not None:
+        record_selection.parent.resolve(strict=True)  # not only after all the work
+        config = dataclasses.replace(config, record_selection=True)
     engine = Engine(model, config)
     if not quiet:
         print_info(engine)
@@ -266,6 +281,13 @@ def generate(
     )  # fmt: skip
     if metrics:
         wide_console(stderr=True).print(metrics_table(outputs))
+    if record_selection is not None:
+        SelectionRecord.of_outputs(
+            outputs, block_size=engine.layout.block_size, num_dense_layers=engine.layout.num_dense_layers
+        ).save(record_selection)
+        outputs = [
+            dataclasses.replace(o, metrics=dataclasses.replace(o.metrics, selected_block_ids=[])) for o in outputs
+        ]
     if json_file is not None:
         write_json(json_file, {"engine": engine.info.to_dict(), "outputs": [output_dict(o) for o in outputs]})
 

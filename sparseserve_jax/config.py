@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64)
@@ -63,6 +64,8 @@ class EngineConfig:
         host_kv_bytes: bound on KV bytes in host memory (tiered only); None = by memory.
         max_num_seqs: sequences in flight (prefilling, decoding, parked).
         max_model_len: prompt + generated tokens of one request; None = the model's own limit.
+        rope_scaling: the model's rotary scaling, replaced: a mapping as in `config.json`, e.g. `{"rope_type": "yarn",
+            "factor": 4.0}`; the model's limit becomes its original length times the factor. None = as the checkpoint.
         prefill: "layer" = layer-segmented (paper section 3.3); "chunked" = token chunks through all layers.
         prefill_sparsity: share of its attention, in (0, 1], that each head of a prompt keeps (an estimate by blocks of
             128 tokens, XAttention); None = dense. Dense stay the first `num_dense_layers` and tokens within
@@ -98,6 +101,7 @@ class EngineConfig:
     host_kv_bytes: int | None = None
     max_num_seqs: int = 8
     max_model_len: int | None = None
+    rope_scaling: Mapping[str, object] | None = dataclasses.field(default=None, hash=False)
     prefill: PrefillMode = "layer"
     prefill_sparsity: float | None = None
     max_inject_tokens: int | None = None
@@ -149,6 +153,9 @@ class EngineConfig:
             raise ValueError(
                 f"compilation_cache_dir={self.compilation_cache_dir!r} must be a string, or None for the per-user cache"
             )
+        if self.rope_scaling is not None:
+            _rope_scaling(self.rope_scaling)
+            object.__setattr__(self, "rope_scaling", dict(self.rope_scaling))
         margin = self.working_set_margin
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0.0 <= margin <= 4.0:
             raise ValueError(f"working_set_margin={margin!r} must be a number in [0, 4]")
@@ -241,6 +248,16 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     # 32.0 equals 32, but it is no number of tokens.
     if not isinstance(value, type(allowed[0])) or value not in allowed:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
+
+
+def _rope_scaling(value: object) -> None:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and isinstance(entry, (bool, int, float, str)) for key, entry in value.items()
+    ):
+        raise ValueError(
+            f"rope_scaling={value!r} must map names to numbers, text or booleans, such as "
+            '{"rope_type": "yarn", "factor": 4.0}'
+        )
 
 
 def _integer(name: str, value: object) -> None:

@@ -22,7 +22,7 @@ from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.compilation_cache import use_compilation_cache
 from sparseserve_jax.config import DecodeSetting, EngineConfig
 from sparseserve_jax.info import EngineInfo, describe_engine
-from sparseserve_jax.models.rope import max_supported_len
+from sparseserve_jax.models.rope import max_supported_len, with_rope_scaling
 from sparseserve_jax.models.weights import load_params
 from sparseserve_jax.output import OutputProcessor
 from sparseserve_jax.plan import DecodeStats, StepPlan, StepResult
@@ -71,6 +71,8 @@ class Engine:
         cache = use_compilation_cache(config.compilation_cache_dir)
         source = open_checkpoint(model)
         self.model_config = source.config
+        if config.rope_scaling is not None:
+            self.model_config = with_rope_scaling(source.config, config.rope_scaling)
         device = jax.devices()[0]
         kernels = get_kernels(config.implementation, device.platform)
         kernels.require(
@@ -82,7 +84,7 @@ class Engine:
         self.layout = plan_layout(
             config,
             source.config.kv_shape,
-            model_max_len=max_supported_len(source.config),
+            model_max_len=max_supported_len(self.model_config),
             available_device_bytes=int(MEMORY_SHARE * free_device),
             available_host_bytes=int(MEMORY_SHARE * free_host),
         )
@@ -101,12 +103,12 @@ class Engine:
         self._template_source, self._special = source.chat_template, source.special
         self._template: ChatTemplate | None = None
         params = load_params(source.config, source.tensor, config.dtype, config.weight_dtype)
-        self.runner = ModelRunner(params, source.config, config, self.layout, kernels, device)
+        self.runner = ModelRunner(params, self.model_config, config, self.layout, kernels, device)
         self.scheduler = Scheduler(config, self.layout)
         self.info: EngineInfo = describe_engine(
             config,
             source.describe(),
-            source.config,
+            self.model_config,
             kernels.describe(),
             str(cache) if cache else None,
             device,

@@ -10,6 +10,7 @@ import jax
 from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
+from sparseserve_jax.models.rope import rope_type
 
 if TYPE_CHECKING:
     from sparseserve_jax.runner.model_runner import ModelRunner
@@ -46,7 +47,7 @@ class EngineInfo:
             f"head_dim {m.head_dim}, {self.weight_bytes / 2**20:.0f} MiB of weights in {c.weight_dtype or c.dtype}"
             f"{self._huge_pages()}",
             f"backend        {self.platform} ({self.device}), jax {self.jax_version}, kernels: {self.implementation}",
-            f"limits         max_model_len {kv.max_model_len} tokens, max_num_seqs {kv.max_num_seqs}",
+            f"limits         max_model_len {kv.max_model_len} tokens, max_num_seqs {kv.max_num_seqs}{self._rotary()}",
             f"attention      {self._attention()}",
             f"prefill        {self._prefill()}",
             f"device KV      {self.device_kv_bytes} bytes ({self.device_kv_bytes / 2**20:.1f} MiB): {self._device()}",
@@ -57,6 +58,14 @@ class EngineInfo:
 
     def _huge_pages(self) -> str:
         return f", {self.huge_page_bytes / 2**20:.0f} MiB of them in huge pages" if self.huge_page_bytes else ""
+
+    def _rotary(self) -> str:
+        scaling = self.model_config.rope_scaling_dict
+        if scaling is None:
+            return ""
+        whose = "the checkpoint's" if self.config.rope_scaling is None else "as configured"
+        factor = f" {scaling['factor']:g}" if isinstance(scaling.get("factor"), (int, float)) else ""
+        return f", rotary scaling {rope_type(self.model_config)}{factor} ({whose})"
 
     def _attention(self) -> str:
         c, kv = self.config, self.layout

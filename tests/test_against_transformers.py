@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scripts.prompt_logits import prompt_logits
 from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
 from sparseserve_jax.checkpoint.convert import convert
 from sparseserve_jax.checkpoint.open import open_checkpoint
-from sparseserve_jax.models.llama import unembed
-from sparseserve_jax.plan import Admission, PrefillItem, PrefillSegment, StepPlan
-from sparseserve_jax.runner.sequences import Sequence
 from tests.real_text import real_text
 
 torch = pytest.importorskip("torch")
@@ -42,40 +38,17 @@ def engine():
 def test_dense_logits_at_every_position(reference, engine, num_tokens):
     token_ids = np.asarray(engine.tokenizer.encode(real_text())[:num_tokens], np.int32)
     assert len(token_ids) == num_tokens
-    hidden = hidden_states(engine, token_ids)
     with torch.no_grad():
         expected = reference.model(torch.tensor(token_ids[None].astype(np.int64))).last_hidden_state[0]
-    logits = jax.jit(
-        lambda params, rows: unembed(engine.model_config, params, rows, kernels=engine.runner.spec.kernels)
-    )
-    worst = 0.0
-    for start in range(0, num_tokens, 512):
-        ours = np.asarray(logits(engine.runner.params, hidden[start : start + 512]))
+    worst, start = 0.0, 0
+    for ours in prompt_logits(engine, token_ids.tolist()):
         with torch.no_grad():
-            theirs = reference.lm_head(expected[start : start + 512]).numpy()
+            theirs = reference.lm_head(expected[start : start + len(ours)]).numpy()
         worst = max(worst, float(np.abs(ours - theirs).max()))
+        start += len(ours)
+    assert start == num_tokens
     print(f"largest difference of logits over {num_tokens} positions: {worst:.2e}")
     assert worst <= 1e-3
-
-
-def hidden_states(engine: Engine, token_ids: np.ndarray) -> jax.Array:
-    """The last layer's output for every token, through the runner's own prefill, chunk by chunk."""
-    runner, num_layers = engine.runner, engine.layout.num_layers
-    runner.add_sequence(Sequence("probe", token_ids, SamplingParams(temperature=0), (0, 0)))
-    blocks = tuple(range(1, 1 + engine.layout.blocks_for(len(token_ids))))
-    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="probe", row=0, block_ids=blocks),)))
-    chunks = [(start, min(start + 2048, len(token_ids))) for start in range(0, len(token_ids), 2048)]
-    rows = []
-    for start, end in chunks:
-        item = PrefillItem(request_id="probe", start=start, end=end)
-        runner.execute(
-            StepPlan(step=0, prefill=(PrefillSegment(items=(item,), layer_start=0, layer_end=num_layers - 1),))
-        )
-        call = runner._calls["probe", start]
-        runner._prefill_layer(call, num_layers - 1)
-        rows.append(call.hidden[: end - start])
-    runner.execute(StepPlan(step=0, finished=("probe",)))
-    return jnp.concatenate(rows)
 
 
 @pytest.mark.parametrize("num_prompts", [6, pytest.param(20, marks=SLOW)])

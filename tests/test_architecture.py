@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ENGINE + "plan": CONTRACTS,
     ENGINE + "validation": (*CONTRACTS, ENGINE + "validation"),
     ENGINE + "output": (*CONTRACTS, *TEXT, ENGINE + "output"),
+    ENGINE + "selection_record": (ENGINE + "request",),
     ENGINE + "cache": CACHE,
     ENGINE + "scheduler": SCHEDULER,
     ENGINE + "simulator": (*SCHEDULER, ENGINE + "simulator"),
@@ -47,7 +48,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 NO_JAX = tuple(
     ENGINE + name
-    for name in ("config", "request", "plan", "cache", "scheduler", "simulator", "output", "validation", "text")
+    for name in (
+        "config",
+        "request",
+        "plan",
+        "cache",
+        "scheduler",
+        "simulator",
+        "output",
+        "selection_record",
+        "validation",
+        "text",
+    )
 )
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from sparseserve_jax import cli
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.request import RequestMetrics, RequestOutput
+from sparseserve_jax.selection_record import SelectionRecord
 from tests.tiny_model import write_sharp_model
 
 
@@ -178,6 +180,12 @@ def test_json_on_stdout_is_all_there_is(engines: list[FakeEngine]) -> None:
     assert json.loads(run("generate", "say one", "--json", "-").stdout)["outputs"][0]["text"] == "one!"
 
 
+def test_a_recording_needs_a_folder(engines: list[FakeEngine]) -> None:
+    result = run("generate", "hi", "--record-selection", "/nowhere/file.npz")
+    assert (result.exit_code, engines) == (2, [])
+    assert "/nowhere" in result.stderr
+
+
 # --- with real engines -----------------------------------------------------------------------------------------------
 
 
@@ -193,6 +201,25 @@ def test_convert_then_generate(tmp_path: Path) -> None:
         texts.append(json.loads(result.stdout)["outputs"][0]["token_ids"])
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
+
+
+def test_selections_are_recorded(tmp_path: Path) -> None:
+    model, file = str(write_sharp_model(tmp_path / "model")), tmp_path / "selected.npz"
+    result = run(
+        "generate", "a" * 200, "b" * 300, "--model", model, "--dtype", "float32", "--no-chat", "--max-tokens", "5",
+        "--max-model-len", "512", "--max-num-seqs", "2", "--block-size", "16", "--sparse-budget-tokens", "96",
+        "--record-selection", str(file), "--json", "-", "--quiet",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert [o["metrics"]["selected_block_ids"] for o in json.loads(result.stdout)["outputs"]] == [[], []]
+    record = SelectionRecord.load(file)
+    assert (record.block_size, record.num_dense_layers) == (16, 2)
+    assert [request.prompt_tokens for request in record.requests] == [201, 301]
+    for request in record.requests:
+        assert request.selected.shape == (4, 2, 2, 6)
+        newest = (request.prompt_tokens + np.arange(4)) // 16
+        np.testing.assert_array_equal(request.selected.max(-1), np.broadcast_to(newest[:, None, None], (4, 2, 2)))
+        assert (request.selected[..., 0] == 0).all()  # the sink
 
 
 def test_info_of_the_embedded_model() -> None:

@@ -60,6 +60,8 @@ def test_out_of_range(name, value):
         ("working_set_margin", True, "a number"), ("working_set_margin", "0.1", "a number"),
         ("working_set_margin", None, "a number"),
         ("compilation_cache_dir", 5, "a string"), ("compilation_cache_dir", False, "a string"),
+        ("rope_scaling", "yarn", "map names"), ("rope_scaling", {"factor": None}, "map names"),
+        ("rope_scaling", {4: 1.0}, "map names"),
         ("dtype", ["bfloat16"], "'bfloat16', 'float32'"), ("selection", None, "'cuboid-mean'"),
     ],
 )  # fmt: skip
@@ -96,6 +98,11 @@ def test_frozen_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_size = 16  # type: ignore[misc]
     assert hash(config) == hash(EngineConfig())
+    scaling = {"rope_type": "yarn", "factor": 2.0}
+    scaled = EngineConfig(rope_scaling=scaling)
+    scaling["factor"] = 3.0
+    assert scaled == EngineConfig(rope_scaling={"rope_type": "yarn", "factor": 2.0}) != config
+    assert isinstance(hash(scaled), int)
 
 
 def test_int8_kv_is_for_one_pool():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,10 @@ SHAPE = {
 VOCAB_SIZE = CONFIG["vocab_size"]
 
 
-def write_sharp_model(directory: Path) -> Path:
-    """A Hugging Face directory in float32."""
-    write_checkpoint(directory, dtype=np.float32, **SHAPE)
-    values = tensors(CONFIG | SHAPE, np.float32)
+def write_sharp_model(directory: Path, **changes: Any) -> Path:
+    """A Hugging Face directory in float32; `changes` go into its config.json."""
+    write_checkpoint(directory, dtype=np.float32, **SHAPE | changes)
+    values = tensors(CONFIG | SHAPE | changes, np.float32)
     for name, value in values.items():
         if "norm" in name:
             values[name] = 1.0 + value

@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 SPARSE_BUDGET_TOKENS = 2048
 VARIANTS: dict[str, dict[str, Any]] = {
     "sparse": {"sparse_budget_tokens": SPARSE_BUDGET_TOKENS},
+    "sparse-1024": {"sparse_budget_tokens": 1024},
     "dense": {"sparse_budget_tokens": None},
     "int8": {"sparse_budget_tokens": SPARSE_BUDGET_TOKENS, "weight_dtype": "int8", "kv_dtype": "int8"},
     "int8-kv": {"sparse_budget_tokens": SPARSE_BUDGET_TOKENS, "kv_dtype": "int8"},

@@ -19,8 +19,10 @@ from gguf.quants import dequantize, quantize
 from sparseserve_jax.checkpoint.convert import convert
 from sparseserve_jax.checkpoint.embedded import find_embedded
 from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.models.rope import with_rope_scaling
 
-MAX_POSITIONS = 40960
+LONGER = {"rope_type": "default", "factor": 5.0}
+"""As `EngineConfig.rope_scaling`: five times the positions, nothing scaled."""
 GGUF_TYPES = {
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
@@ -32,7 +34,7 @@ def huggingface_directory(folder: Path) -> Path:
     directory = folder / "smollm2-bf16"
     if not directory.exists():
         source = open_checkpoint(None)
-        longer = dataclasses.replace(source.config, max_position_embeddings=MAX_POSITIONS)
+        longer = with_rope_scaling(source.config, LONGER)
         convert(dataclasses.replace(source, config=longer), directory, format="huggingface", dtype="bfloat16")
     return directory
 
@@ -52,7 +54,7 @@ def gguf_file(folder: Path, kind: str) -> Path:
     reader = GGUFReader(find_embedded())
     writer = GGUFWriter(unfinished, arch="llama")
     _copy_fields(reader, writer)
-    writer.add_context_length(MAX_POSITIONS)
+    writer.add_context_length(with_rope_scaling(open_checkpoint(None).config, LONGER).max_position_embeddings)
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     for tensor in reader.tensors:

@@ -98,6 +98,17 @@ class WorkerProcess:
             pass
         return total
 
+    def peak_resident_bytes(self) -> int:
+        """The most memory it has held at once, as Linux counts it (mapped weights that were read included).
+
+        Raises:
+            OSError: not on Linux, or it is gone.
+        """
+        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"the kernel does not say how much memory {self.name} has held")
+
     def close(self) -> None:
         """Ends the whole process group: by the end of its input, and by force if that takes more than two seconds."""
         if self._process.stdin is not None:

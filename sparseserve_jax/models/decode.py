@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sparseserve_jax.models.kv_state import KVState, StepSpec
 from sparseserve_jax.models.llama import embed, run_layer, unembed
-from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
+from sparseserve_jax.models.rope import rope_cos_sin, rope_factor
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +27,7 @@ class DecodeInputs:
     Attributes:
         newest_tokens: by row of the per-sequence tables the newest token, whose K and V are not in the cache yet.
         positions: its position.
+        inv_freq: each sequence's inverse frequencies of the rotary embedding.
         rows: row in the per-sequence tables.
         block_tables: block ids of the tier that holds the whole sequence.
         slot_tables / num_slots: the grant's device slots (tiered; else zero-width).
@@ -35,6 +36,7 @@ class DecodeInputs:
 
     newest_tokens: Int[Array, "num_rows"]
     positions: Int[Array, "num_seqs"]
+    inv_freq: Float[Array, "num_seqs half_head_dim"]
     rows: Int[Array, "num_seqs"]
     block_tables: Int[Array, "num_seqs max_blocks"]
     slot_tables: Int[Array, "num_seqs max_slots"]
@@ -74,7 +76,7 @@ def decode_step(
     """
     config, layout = spec.model, spec.layout
     hidden = embed(params, inputs.newest_tokens[inputs.rows])
-    cos, sin = rope_cos_sin(jnp.maximum(inputs.positions, 0), *rope_frequencies(config))
+    cos, sin = rope_cos_sin(jnp.maximum(inputs.positions, 0), inputs.inv_freq, rope_factor(config))
     layers = _split(state, spec)
     stats = jnp.zeros((hidden.shape[0], 5), jnp.int32)
     recorded = []

@@ -20,7 +20,7 @@ from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import to_storage
 from sparseserve_jax.models.kv_state import StepSpec
 from sparseserve_jax.models.llama import embed, run_layer, unembed
-from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
+from sparseserve_jax.models.rope import rope_cos_sin, rope_factor
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +48,21 @@ class PrefillCall:
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def begin_prefill(
-    params: Any, token_ids: Int[Array, "num_tokens"], positions: Int[Array, "num_tokens"], *, spec: StepSpec
+    params: Any,
+    token_ids: Int[Array, "num_tokens"],
+    positions: Int[Array, "num_tokens"],
+    tile_prompt: Int[Array, "num_tiles"],
+    inv_freq: Float[Array, "num_prompts half_head_dim"],
+    *,
+    spec: StepSpec,
 ) -> tuple[Float[Array, "num_tokens hidden"], tuple[Array, Array]]:
-    """Embeddings of a call's tokens, and the cosines and sines `[num_tokens, head_dim]` of their positions."""
-    return embed(params, token_ids), rope_cos_sin(positions, *rope_frequencies(spec.model))
+    """Embeddings of a call's tokens, and the cosines and sines `[num_tokens, head_dim]` of their positions.
+
+    Args:
+        inv_freq: each prompt's inverse frequencies of the rotary embedding.
+    """
+    of_tokens = jnp.repeat(inv_freq[tile_prompt], PREFILL_TILE, axis=0)
+    return embed(params, token_ids), rope_cos_sin(positions, of_tokens, rope_factor(spec.model))
 
 
 @functools.partial(

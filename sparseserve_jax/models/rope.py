@@ -6,6 +6,7 @@ float32 computed as float32(float64 power), which agrees with torch to the last 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -16,6 +17,10 @@ from jaxtyping import Array, Float, Int
 from sparseserve_jax.models.config import ModelConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_OVERRIDE_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+}  # fmt: skip
 
 
 def rope_type(config: ModelConfig) -> str:
@@ -36,17 +41,54 @@ def rope_type(config: ModelConfig) -> str:
 
 
 def max_supported_len(config: ModelConfig) -> int:
-    """The longest sequence in tokens: `max_position_embeddings`, for every type.
+    """The longest sequence in tokens: `max_position_embeddings`, and for `dynamic` that times the factor.
 
-    Yarn and llama3 checkpoints state the extended length there, so their factor is not applied a second time. For
-    `dynamic` it is the original length: beyond it the base would depend on the length of the sequence, and keys that
-    are already in the cache would have been rotated with another base.
+    Other checkpoints state the extended length there, so their factor is not applied a second time; the formula of
+    `dynamic` takes it for the original length.
     """
+    if rope_type(config) == "dynamic":
+        return int(config.max_position_embeddings * _positive(config.rope_scaling_dict or {}, "factor"))
     return config.max_position_embeddings
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+def with_rope_scaling(config: ModelConfig, scaling: Mapping[str, object]) -> ModelConfig:
+    """The model with another rotary scaling in place of its own, and as many positions as that is for.
+
+    Args:
+        scaling: a `rope_scaling` mapping as in a Hugging Face `config.json`, with `factor`. The new limit is `factor`
+            times `original_max_position_embeddings`, which defaults to what the model itself says. For type "default",
+            which scales nothing, `factor` (1 if absent) only moves the limit. `rope_theta` replaces the base.
+
+    Raises:
+        ValueError: an unknown type or key, a missing or impossible number.
+    """
+    unknown = sorted(set(scaling) - _OVERRIDE_KEYS)
+    if unknown:
+        raise ValueError(f"rope scaling key {unknown[0]!r} is not known; known are {', '.join(sorted(_OVERRIDE_KEYS))}")
+    kept = {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")}
+    kept["rope_type"] = scaling.get("rope_type", scaling.get("type"))
+    original = _original_length(config, {**(config.rope_scaling_dict or {}), **kept})
+    theta = _positive(scaling, "rope_theta") if "rope_theta" in scaling else config.rope_theta
+    changed = dataclasses.replace(config, rope_theta=theta, rope_scaling=tuple(sorted(kept.items())))
+    kind = rope_type(changed)
+    factor = 1.0 if kind == "default" and "factor" not in scaling else _positive(scaling, "factor")
+    if kind in ("llama3", "yarn"):
+        kept["original_max_position_embeddings"] = int(original)
+    changed = dataclasses.replace(
+        changed,
+        rope_scaling=None if kind == "default" else tuple(sorted(kept.items())),
+        max_position_embeddings=int(original if kind == "dynamic" else original * factor),
+    )
+    rope_frequencies(changed)
+    return changed
+
+
+def rope_frequencies(config: ModelConfig, num_positions: int = 0) -> tuple[np.ndarray, float]:
     """Inverse frequencies float32 `[head_dim / 2]` and the factor on cos and sin (1.0 except for yarn).
+
+    Args:
+        num_positions: of the whole sequence, those that it may still generate included. Only `dynamic` depends on it,
+            where it exceeds `max_position_embeddings`.
 
     Raises:
         ValueError: unknown type, missing or invalid scaling parameter, odd `head_dim`.
@@ -57,10 +99,12 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         raise ValueError(f"head_dim={config.head_dim} must be even for rotary embedding")
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={scaling['partial_rotary_factor']!r} is not supported; it must be 1.0")
-    wavelengths = _wavelengths(config)
+    wavelengths = _wavelengths(config, config.rope_theta)
     plain = np.float32(1) / wavelengths
-    if kind in ("default", "dynamic"):
+    if kind == "default":
         return plain, 1.0
+    if kind == "dynamic":
+        return _dynamic(config, scaling, num_positions), 1.0
     if kind == "linear":
         return plain / np.float32(_positive(scaling, "factor")), 1.0
     if kind == "llama3":
@@ -68,19 +112,43 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     return _yarn(config, scaling, wavelengths)
 
 
+def rope_factor(config: ModelConfig) -> float:
+    """The factor on cos and sin."""
+    return rope_frequencies(config)[1]
+
+
 def rope_cos_sin(
-    positions: Int[Array, " num_tokens"], inv_freq: Float[np.ndarray, " half_head_dim"], attention_factor: float
+    positions: Int[Array, " num_tokens"],
+    inv_freq: Float[np.ndarray | Array, "*rows half_head_dim"],
+    attention_factor: float,
 ) -> tuple[Float[Array, "num_tokens head_dim"], Float[Array, "num_tokens head_dim"]]:
-    """Cosines and sines in float32; the second half of `head_dim` repeats the first ("rotate half" convention)."""
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)[None, :]
+    """Cosines and sines in float32; the second half of `head_dim` repeats the first ("rotate half" convention).
+
+    Args:
+        inv_freq: for all tokens, or a row for each.
+    """
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
-def _wavelengths(config: ModelConfig) -> np.ndarray:
+def _wavelengths(config: ModelConfig, theta: float) -> np.ndarray:
     """theta ** (2i / head_dim), float32 `[head_dim / 2]`."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    return (np.float64(config.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
+    return (np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)
+
+
+def _dynamic(config: ModelConfig, scaling: Mapping[str, object], num_positions: int) -> np.ndarray:
+    """NTK-aware scaling with the least base that `num_positions` need: one base for the whole life of a sequence.
+
+    transformers raises the base as the sequence grows and leaves the keys in its cache as they were, so queries and
+    keys no longer turn by one angle for each position. Here the base is that of the length which the sequence may
+    reach, from its first token on: logits are those of transformers for the whole sequence without a cache.
+    """
+    factor, limit = _positive(scaling, "factor"), config.max_position_embeddings
+    stretch = np.float32(factor * max(num_positions, limit)) / np.float32(limit) - np.float32(factor - 1)
+    power = np.float32(np.float64(stretch) ** (config.head_dim / (config.head_dim - 2)))
+    return np.float32(1) / _wavelengths(config, float(np.float32(config.rope_theta) * power))
 
 
 def _llama3(config: ModelConfig, scaling: Mapping[str, object], plain: np.ndarray) -> np.ndarray:

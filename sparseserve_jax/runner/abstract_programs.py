@@ -23,6 +23,7 @@ from sparseserve_jax.models.decode import DecodeInputs, decode_step
 from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.llama import abstract_params
 from sparseserve_jax.models.prefill import prefill_layer
+from sparseserve_jax.models.rope import max_supported_len
 from sparseserve_jax.runner import buckets, transfers
 from sparseserve_jax.runner.prefill_calls import OpenCall
 from sparseserve_jax.runner.sequences import SequenceTables
@@ -53,7 +54,7 @@ class AbstractRunner:
     ) -> None:
         self.config = config
         self.layout: KVLayout = plan_layout(
-            config, model.kv_shape, model_max_len=model.max_position_embeddings,
+            config, model.kv_shape, model_max_len=max_supported_len(model),
             available_device_bytes=device_bytes, available_host_bytes=host_bytes,
         )  # fmt: skip
         self.spec = make_spec(config, model, self.layout, get_kernels(config.implementation, platform))

@@ -26,6 +26,7 @@ from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
 from sparseserve_jax.models.kv_state import StepSpec, allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.prefill import begin_prefill, prefill_layer, prefill_logits
+from sparseserve_jax.models.rope import rope_frequencies
 from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, StepPlan
 from sparseserve_jax.request import SamplingParams
 from sparseserve_jax.runner import buckets, transfers
@@ -259,7 +260,8 @@ class ModelRunner:
         sequence = self._sequences[admission.request_id]
         sequence.row = admission.row
         sequence.block_ids = np.asarray(admission.block_ids, np.int32)
-        self._tables.admit(admission)
+        sequence.inv_freq, _ = rope_frequencies(self.spec.model, sequence.num_positions)
+        self._tables.admit(admission, sequence.inv_freq)
         self._forget(admission.row, 0, history=True)
 
     # --- device room -------------------------------------------------------------------------------------------------
@@ -420,8 +422,13 @@ class ModelRunner:
         )  # fmt: skip
 
     def _begin(self, call: OpenCall) -> None:
-        token_ids = to_device(call.token_ids())
-        call.hidden, call.rope = begin_prefill(self.params, token_ids, call.call.positions, spec=self.spec)
+        inv_freq = np.zeros((buckets.NUM_PREFILL_PROMPTS, self.layout.head_dim // 2), np.float32)
+        for index, item in enumerate(call.items):
+            inv_freq[index] = self._sequences[item.request_id].inv_freq
+        token_ids, inv_freq = to_device([call.token_ids(), inv_freq])
+        call.hidden, call.rope = begin_prefill(
+            self.params, token_ids, call.call.positions, call.call.tile_prompt, inv_freq, spec=self.spec
+        )
 
     def _prefill_layer(self, call: OpenCall, layer: int) -> None:
         layout, state = self.layout, self._state

@@ -21,6 +21,7 @@ class Sequence:
         num_computed: tokens whose K and V are in the cache, or will be when the device has done what it was given.
         num_generated: tokens sampled so far, likewise. The newest is on the device (`TokenSampler.newest_tokens`).
         has_grant: it holds device slots or dense blocks (tiered).
+        inv_freq: inverse frequencies of its rotary embedding, float32 `[head_dim / 2]`, from its admission on.
     """
 
     request_id: str
@@ -33,10 +34,16 @@ class Sequence:
     num_computed: int = 0
     num_generated: int = 0
     has_grant: bool = False
+    inv_freq: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that it takes up at most; the last token that it may generate is never fed back."""
+        return len(self.prompt_token_ids) + (self.sampling.max_tokens or 1) - 1
 
 
 class SequenceTables:
-    """Block, slot and dense tables by row; the last row is all null and serves padding.
+    """Block, slot and dense tables and rotary frequencies by row; the last row is all null and serves padding.
 
     Attributes:
         version: changes whenever a table does.
@@ -50,10 +57,12 @@ class SequenceTables:
         self.slots = np.zeros((rows, layout.max_grant_slots if layout.tiered else 0), np.int32)
         self.num_slots = np.zeros(rows, np.int32)
         self.dense = np.zeros((rows, layout.max_blocks_per_seq if layout.tiered else 0), np.int32)
+        self.inv_freq = np.zeros((rows, layout.head_dim // 2), np.float32)
 
-    def admit(self, admission: Admission) -> None:
-        """A row gets its blocks and loses everything else."""
+    def admit(self, admission: Admission, inv_freq: np.ndarray) -> None:
+        """A row gets its blocks and frequencies and loses everything else."""
         self.clear(admission.row)
+        self.inv_freq[admission.row] = inv_freq
         self.blocks[admission.row, : len(admission.block_ids)] = admission.block_ids
 
     def grant(self, row: int, grant: Grant) -> None:
@@ -80,7 +89,7 @@ class SequenceTables:
     def decode_tables(self, rows: np.ndarray, width: int) -> dict[str, np.ndarray]:
         """Fields of `DecodeInputs` that stay the same while the batch does; block tables of `width` blocks."""
         return {
-            "rows": rows,
+            "rows": rows, "inv_freq": self.inv_freq[rows],
             "block_tables": self.blocks[rows, :width], "dense_tables": self.dense[rows, :width],
             "slot_tables": self.slots[rows], "num_slots": self.num_slots[rows],
         }  # fmt: skip

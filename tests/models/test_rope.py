@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.pointwise import apply_rope
 from sparseserve_jax.models.config import ModelConfig
-from sparseserve_jax.models.rope import max_supported_len, rope_cos_sin, rope_frequencies
+from sparseserve_jax.models.rope import max_supported_len, rope_cos_sin, rope_frequencies, with_rope_scaling
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS = {
@@ -91,7 +91,73 @@ def test_apply_rope_is_rotate_half() -> None:
 
 
 def test_length_limit_is_not_scaled_twice() -> None:
-    assert {max_supported_len(make_config(scaling)) for scaling in VARIANTS.values()} == {512}
+    """`dynamic` alone takes the configured length for the original one."""
+    lengths = {name: max_supported_len(make_config(scaling)) for name, scaling in VARIANTS.items()}
+    assert lengths.pop("dynamic") == 1024
+    assert set(lengths.values()) == {512}
+
+
+@pytest.mark.parametrize("num_positions", [1, 512, 513, 700, 1024])
+@pytest.mark.parametrize("factor", [2.0, 3.5])
+def test_dynamic_matches_transformers_at_every_length(num_positions: int, factor: float) -> None:
+    torch = pytest.importorskip("torch")
+    config = make_config({"rope_type": "dynamic", "factor": factor})
+    theirs = rope_of_transformers(config)
+    theirs(torch.zeros(1), torch.arange(num_positions)[None])
+    inv_freq, _ = rope_frequencies(config, num_positions)
+    np.testing.assert_allclose(inv_freq, theirs.inv_freq.numpy(), rtol=1e-6)
+    assert np.array_equal(inv_freq, rope_frequencies(config)[0]) == (num_positions <= 512)
+
+
+def test_rows_have_their_own_frequencies() -> None:
+    config = make_config({"rope_type": "dynamic", "factor": 2.0})
+    rows = np.stack([rope_frequencies(config, n)[0] for n in (100, 1024)])
+    cos, sin = rope_cos_sin(jnp.asarray([90, 90]), rows, 1.0)
+    for index in range(2):
+        alone = rope_cos_sin(jnp.asarray([90]), rows[index], 1.0)
+        np.testing.assert_array_equal(np.stack([cos[index], sin[index]]), np.stack(alone)[:, 0])
+    assert not np.allclose(cos[0], cos[1])
+
+
+@pytest.mark.parametrize(
+    ("own", "override", "limit"),
+    [
+        (None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        (None, {"type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+         {"rope_type": "yarn", "factor": 16.0}, 1024),
+        (None, {"rope_type": "linear", "factor": 2.5}, 1280),
+        (None, {"rope_type": "dynamic", "factor": 3.0}, 1536),
+        (None, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 4096),
+        (None, {"rope_type": "default", "factor": 2.0}, 1024),
+        ({"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}, 512),
+        (None, {"factor": 2, "rope_theta": 50000.0}, 1024),
+    ],
+)  # fmt: skip
+def test_replaced_scaling(own: dict | None, override: dict, limit: int) -> None:
+    """The limit follows the factor, and transformers computes the same from the same config."""
+    config = with_rope_scaling(make_config(own), override)
+    assert max_supported_len(config) == limit
+    assert config.rope_theta == override.get("rope_theta", 10000.0)
+    theirs = rope_of_transformers(config)
+    inv_freq, factor = rope_frequencies(config)
+    np.testing.assert_allclose(inv_freq, theirs.inv_freq.numpy(), rtol=3e-7)
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "facter": 2.0}, "'facter' is not known; known are .*factor"),
+        ({"rope_type": "longrope", "factor": 4.0}, "longrope"),
+        ({"rope_type": "default", "factor": 0.0}, "factor"),
+        ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta"),
+    ],
+)
+def test_wrong_replacement_is_refused(override: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_rope_scaling(make_config(None), override)
 
 
 @pytest.mark.parametrize(
