@@ -1,4 +1,4 @@
-"""The command line: `sparseserve generate`, `convert` and `info`.
+"""The command line: `sparseserve generate`, `convert`, `info` and `eval`.
 
 Every field of `EngineConfig` is an option of the commands that build an engine: names and defaults come from the
 fields, help texts from the docstring, and the checks are those of `EngineConfig` itself.
@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from sparseserve_jax.checkpoint.convert import convert as convert_checkpoint
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
+from sparseserve_jax.evaluation import commands as evaluation
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
 
 BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -71,13 +72,17 @@ def parse_bytes(text: str) -> int:
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+def engine_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
     """Replaces a command's parameter `config` by one option for each field of `EngineConfig`.
 
-    Errors of the user's making (ValueError, OSError, NotImplementedError) become one line on stderr and exit code 2.
+    Errors of the user's making (ValueError, OSError, NotImplementedError) and missing libraries become one line on
+    stderr and exit code 2.
+
+    Args:
+        without: fields that get no option and keep their defaults.
     """
     signature = inspect.signature(command, eval_str=True)
-    options = [_option(field) for field in dataclasses.fields(EngineConfig)]
+    options = [_option(field) for field in dataclasses.fields(EngineConfig) if field.name not in without]
     names = [option.name for option in options]
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
 
@@ -90,7 +95,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def user_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """One line on stderr and exit code 2 for errors of the user's making."""
+    """One line on stderr and exit code 2 for errors of the user's making and missing libraries."""
     return _as_command(command, command, list(inspect.signature(command, eval_str=True).parameters.values()))
 
 
@@ -101,7 +106,7 @@ def _as_command(
     def wrapped(**values: Any) -> None:
         try:
             call(**values)
-        except (ValueError, OSError, NotImplementedError) as error:
+        except (ValueError, OSError, NotImplementedError, ImportError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
 
@@ -277,6 +282,12 @@ def info(
             typer.echo(line)
     if json_file is not None:
         write_json(json_file, engine.info.to_dict())
+
+
+evaluate = typer.Typer(help="Does sparse attention change the answers? Compares settings.", no_args_is_help=True)
+app.add_typer(evaluate, name="eval")
+for _command in (evaluation.longbench, evaluation.needles, evaluation.babilong):
+    evaluate.command()(engine_options(_command, without=evaluation.SETTING_FIELDS))
 
 
 # --- in and out ------------------------------------------------------------------------------------------------------

@@ -44,10 +44,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "host_offload": ("host_offload",),
     ENGINE + "info": EVERYTHING_BELOW_API,
     ENGINE + "engine": EVERYTHING_BELOW_API,
+    ENGINE + "evaluation": (*EVERYTHING_BELOW_API, ENGINE + "evaluation"),
 }
 NO_JAX = tuple(
     ENGINE + name
-    for name in ("config", "request", "plan", "cache", "scheduler", "simulator", "output", "validation", "text")
+    for name in (
+        "config",
+        "request",
+        "plan",
+        "cache",
+        "scheduler",
+        "simulator",
+        "output",
+        "validation",
+        "text",
+        "evaluation",
+    )
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from pathlib import Path
@@ -19,6 +20,9 @@ class Haystack:
     Args:
         path: a text file; None = the Python language reference, about 700,000 characters.
 
+    Attributes:
+        sha256: of the text.
+
     Raises:
         ValueError: the file is empty.
     """
@@ -31,6 +35,7 @@ class Haystack:
             self.text = path.read_text(encoding="utf-8", errors="replace")
         if not self.text.strip():
             raise ValueError(f"{path} is empty; give a file with text")
+        self.sha256 = hashlib.sha256(self.text.encode()).hexdigest()
 
     def lines(self, num_tokens: int) -> list[str]:
         """The first `num_tokens` tokens, by line."""

@@ -124,8 +124,8 @@ def _examples(task: Task, content: bytes, template: str, limit: int | None) -> l
             found.append(
                 Example(
                     task=task,
-                    row_id=str(row.get("_id", number)),
                     prompt=template.format(context=row["context"], input=row["input"]),
+                    row_id=str(row.get("_id", number)),
                     answers=tuple(row["answers"]),
                     classes=tuple(row.get("all_classes") or ()),
                 )

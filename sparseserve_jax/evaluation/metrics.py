@@ -10,10 +10,11 @@ import collections
 import dataclasses
 import functools
 import importlib
+import logging
 import re
 import string
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sparseserve_jax.evaluation.example import Example
@@ -23,9 +24,7 @@ _CHINESE_PUNCTUATION_RANGES = (
     (0x3014, 0x301F), (0x3030, 0x3030), (0x303E, 0x303F), (0xFE4F, 0xFE4F), (0xFF01, 0xFF0D), (0xFF0F, 0xFF0F),
     (0xFF1A, 0xFF20), (0xFF3B, 0xFF40), (0xFF5B, 0xFF64),
 )  # fmt: skip
-CHINESE_PUNCTUATION = frozenset(
-    chr(code) for low, high in _CHINESE_PUNCTUATION_RANGES for code in range(low, high + 1)
-)
+CHINESE_PUNCTUATION = frozenset(chr(code) for low, high in _CHINESE_PUNCTUATION_RANGES for code in range(low, high + 1))
 """LongBench's list, which lacks the full-width full stop and opening angle brackets."""
 
 
@@ -187,6 +186,21 @@ METRICS: dict[str, Callable[[str, str, Sequence[str]], float]] = {
 # --- libraries of the extra "eval" -----------------------------------------------------------------------------------
 
 
+def load_libraries(metric_names: Iterable[str]) -> None:
+    """Loads what these metrics need, so that what is missing is found before anything is served.
+
+    Raises:
+        ImportError: a library is not installed; says how to.
+    """
+    for name in metric_names:
+        if name.startswith("rouge"):
+            _rouge()
+        if name.endswith("_zh"):
+            _jieba()
+        if name == "code_similarity":
+            _extra("rapidfuzz.fuzz")
+
+
 def segment(text: str) -> list[str]:
     """jieba's words of a text, punctuation and blanks among them."""
     return list(_jieba().cut(text, cut_all=False))
@@ -194,8 +208,6 @@ def segment(text: str) -> list[str]:
 
 @functools.cache
 def _jieba() -> Any:
-    import logging
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in its source, pkg_resources
         jieba = _extra("jieba")

@@ -6,6 +6,7 @@ values of one key, the variables that hold one value, the most common words of a
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -98,7 +99,9 @@ def _multi_key(
     asked = rng.randrange(len(VAULTS))
     places = [depth if index == asked else rng.random() for index in range(len(VAULTS))]
     lines = haystack.lines(length - _QUESTION_TOKENS - _TOKENS_A_NEEDLE * (len(VAULTS) - 1))
-    needles = [f"The passcode of the {vault} is {code}. Remember it." for vault, code in zip(VAULTS, codes, strict=True)]
+    needles = [
+        f"The passcode of the {vault} is {code}. Remember it." for vault, code in zip(VAULTS, codes, strict=True)
+    ]
     _insert(lines, dict(zip(places, needles, strict=True)))
     question = f"What is the passcode of the {VAULTS[asked]}? Answer with the number."
     return "\n".join(lines) + f"\n\n{question}", (codes[asked],)
@@ -120,7 +123,7 @@ def _variable_tracing(
     """A chain of assignments in the order of the text; all its variables hold the first one's value."""
     names = ["".join(rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 5)) for _ in range(NUM_HOPS + 1)]
     (value,) = _codes(rng, 1)
-    steps = [f"VAR {names[0]} = {value}"] + [f"VAR {new} = VAR {old}" for old, new in zip(names, names[1:], strict=False)]
+    steps = [f"VAR {names[0]} = {value}"] + [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
     lines = haystack.lines(length - _QUESTION_TOKENS - _TOKENS_A_NEEDLE * len(steps))
     _insert(lines, dict(zip(sorted(rng.random() for _ in steps), steps, strict=True)))
     question = f"Find all variables that are assigned the value {value} in the text above. Answer with their names."

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from sparseserve_jax.evaluation.example import Example
-from sparseserve_jax.request import Prompt
 from sparseserve_jax.text.tokenizer import Tokenizer
 
 MAX_REFERENCE_TOKENS = 64
@@ -29,12 +28,13 @@ def cut_middle(token_ids: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def fit_prompt(
-    example: Example, tokenizer: Tokenizer, encode: Callable[[Prompt], list[int]], *, max_prompt_tokens: int, limit: int
-) -> FittedPrompt:
+    example: Example, tokenizer: Tokenizer, encode: Callable[[str, bool], list[int]], *, max_prompt_tokens: int,
+    limit: int,
+) -> FittedPrompt:  # fmt: skip
     """LongBench's protocol: tokenise, cut the middle, decode, and only then the chat template.
 
     Args:
-        encode: token ids of text or chat messages, as the engine sees them.
+        encode: token ids of a text as the engine sees them; the second argument asks for the chat template.
         max_prompt_tokens: of the text before the template.
         limit: of the whole prompt; where the template, or encoding the halves anew, leads beyond it, more is cut.
 
@@ -48,7 +48,7 @@ def fit_prompt(
         if room < len(ids):
             first = room // 2
             text = tokenizer.decode(ids[:first]) + tokenizer.decode(ids[len(ids) - (room - first) :])
-        whole = encode([{"role": "user", "content": text}] if example.task.chat else text)
+        whole = encode(text, example.task.chat)
         if len(whole) <= limit:
             return FittedPrompt(whole, len(ids) - room)
         room -= len(whole) - limit

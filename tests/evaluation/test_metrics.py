@@ -1,5 +1,7 @@
 """Every metric against values worked out by hand from the rules, and none breaks on odd predictions."""
 
+# ruff: noqa: RUF001 (full-width characters are what is tested)
+
 from __future__ import annotations
 
 import string
@@ -55,7 +57,10 @@ def test_qa_f1_zh(prediction, answer, expected):
 
 
 def test_chinese_punctuation():
-    assert set("！？｡。＂（），－／：；［］｛｝～｢｣､、〃》「」『』【】〔〕〖〗〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏") <= metrics.CHINESE_PUNCTUATION
+    assert (
+        set("！？｡。＂（），－／：；［］｛｝～｢｣､、〃》「」『』【】〔〕〖〗〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏")
+        <= metrics.CHINESE_PUNCTUATION
+    )
     assert not metrics.CHINESE_PUNCTUATION & set("．《〈〉〒〓‚" + string.ascii_letters + "中")
     assert len(metrics.CHINESE_PUNCTUATION) == 74
 
@@ -145,7 +150,13 @@ def test_found_wants_all():
 
 @pytest.mark.parametrize(
     ("prediction", "expected"),
-    [("Kitchen.", 1.0), ("in the kitchen\noffice", 1.0), ("kitchen or office", 0.0), ("office", 0.0), ("kitchens", 0.0)],
+    [
+        ("Kitchen.", 1.0),
+        ("in the kitchen\noffice", 1.0),
+        ("kitchen or office", 0.0),
+        ("office", 0.0),
+        ("kitchens", 0.0),
+    ],
 )
 def test_label(prediction, expected):
     assert metrics.label(prediction, "kitchen", ("kitchen", "office")) == expected
