@@ -40,6 +40,9 @@ class SamplingParams:
         max_tokens: at most this many tokens; None = up to max_model_len.
         min_tokens: EOS and stop tokens are not sampled before this many.
         ignore_eos: EOS does not end it (the tokens are kept like any other).
+        forced_token_ids: the first tokens, given instead of sampled (teacher forcing). With `logprobs` each has its
+            log-probability and rank like a sampled one. Nothing ends the continuation within them: neither EOS nor
+            stop tokens or strings; they count towards `max_tokens`, which must leave room for all of them.
         logprobs: None = none; k = the chosen token's and the k best.
         logit_bias: token id -> number added to its logit, in [-100, 100].
         skip_special_tokens: special tokens leave no text.
@@ -60,6 +63,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    forced_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     skip_special_tokens: bool = True
@@ -100,6 +104,13 @@ class SamplingParams:
         ids = _items("stop_token_ids", self.stop_token_ids, MAX_TOKENS_NAMED)
         keep("stop_token_ids", tuple(_integer("stop_token_ids", token, 0, None) for token in ids))
         keep("logit_bias", _biases(self.logit_bias))
+        forced = _items("forced_token_ids", self.forced_token_ids, None)
+        keep("forced_token_ids", tuple(_integer("forced_token_ids", token, 0, None) for token in forced))
+        if self.max_tokens is not None and len(self.forced_token_ids) > self.max_tokens:
+            raise ValueError(
+                f"forced_token_ids has {len(self.forced_token_ids)} entries, but max_tokens={self.max_tokens} ends the "
+                "continuation before; raise max_tokens, or None for all that the model's length leaves"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -218,13 +229,13 @@ def _integer(name: str, value: object, low: int, high: int | None) -> int:
     raise ValueError(f"{name}={short_repr(value)} must be an integer, {bounds}")
 
 
-def _items(name: str, value: object, at_most: int) -> tuple[object, ...]:
+def _items(name: str, value: object, at_most: int | None) -> tuple[object, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name}={short_repr(value)} must be a list")
     items = tuple(value)
-    if len(items) > at_most:
+    if at_most is not None and len(items) > at_most:
         raise ValueError(f"{name} has {len(items)} entries; at most {at_most} are allowed")
     return items
 

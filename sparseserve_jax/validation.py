@@ -35,8 +35,8 @@ def validate_request(
     """
     _check_prompt(prompt_token_ids, vocab_size)
     num_prompt_tokens = len(prompt_token_ids)
-    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in token_ids:
+    for name in ("stop_token_ids", "logit_bias", "forced_token_ids"):
+        for token in getattr(params, name):
             if token >= vocab_size:
                 raise RequestError(
                     f"{name} names token id {short_repr(token)}; ids must be below vocab_size={vocab_size}", name
@@ -49,12 +49,17 @@ def validate_request(
             "prompt",
         )
     if params.max_tokens is None:
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={short_repr(params.min_tokens)} with a prompt of {num_prompt_tokens} tokens is over "
-                f"the limit max_model_len={max_model_len}; lower min_tokens to at most {room} or shorten the prompt",
-                "min_tokens",
-            )
+        num_forced = len(params.forced_token_ids)
+        for name, least, given in (
+            ("min_tokens", params.min_tokens, f"min_tokens={short_repr(params.min_tokens)}"),
+            ("forced_token_ids", num_forced, f"forced_token_ids of {num_forced} tokens"),
+        ):
+            if least > room:
+                raise RequestError(
+                    f"{given} with a prompt of {num_prompt_tokens} tokens is over the limit "
+                    f"max_model_len={max_model_len}; lower {name} to at most {room} or shorten the prompt",
+                    name,
+                )
         return dataclasses.replace(params, max_tokens=room)
     if params.max_tokens > room:
         raise RequestError(

@@ -140,10 +140,6 @@ class ModelRunner:
         """Makes a request known before a plan admits it."""
         self._sequences[sequence.request_id] = sequence
 
-    def force_token(self, request_id: str, token_id: int) -> None:
-        """Replaces a request's newest token, which its next decode step takes in (teacher forcing)."""
-        self._sampler.force_token(self._sequences[request_id], token_id)
-
     def device_kv_bytes(self) -> int:
         """Bytes of the device KV arrays that exist now (pools, scales, digests, staging), read off the arrays."""
         arrays = [*self._state.pools, *self._state.scales, *self._state.digests]
@@ -196,7 +192,7 @@ class ModelRunner:
 
     def _warm_up_sampler(self, logits: Array) -> None:
         greedy = SamplingParams(temperature=0.0)
-        everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0)
+        everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0, forced_token_ids=(0,))
         for params in (greedy, everything):
             sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=self._tables.padding_row)
             self._sampler.sample([sequence], logits).fetch()
