@@ -8,8 +8,11 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from sparseserve_jax.config import SelectionMethod
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 ChatMessage = Mapping[str, object]
+SparseBudget = int | None | Literal["default"]
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 MAX_LOGPROBS = 20
@@ -127,12 +130,17 @@ class Request:
         sampling: None = the defaults of `serve` or `SamplingParams()`.
         request_id: None = numbered by the engine; unique among live requests.
         priority: lower is served first; equal priorities first come, first served.
+        sparse_budget_tokens: tokens a decode step of this request may attend to, None = all; "default" = the engine's.
+        selection: how it chooses them; None = the engine's way. Budget and selection together must be the engine's own
+            or among its `extra_decode_settings`.
     """
 
     prompt: Prompt
     sampling: SamplingParams | None = None
     request_id: str | None = None
     priority: int = 0
+    sparse_budget_tokens: SparseBudget = "default"
+    selection: SelectionMethod | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import dataclasses
 import numbers
 from collections.abc import Sequence
 
+from sparseserve_jax.config import SELECTION_METHODS, DecodeSetting, EngineConfig
 from sparseserve_jax.request import SamplingParams, short_repr
 
 
@@ -69,6 +70,30 @@ def validate_request(
             "max_tokens",
         )
     return params
+
+
+def choose_decode_setting(config: EngineConfig, sparse_budget_tokens: object, selection: object) -> DecodeSetting:
+    """The setting that a request's `sparse_budget_tokens` and `selection` name.
+
+    Raises:
+        RequestError: the engine does not have it; lists those that it has.
+    """
+    wanted_budget = config.sparse_budget_tokens if sparse_budget_tokens == "default" else sparse_budget_tokens
+    wanted_selection = config.selection if selection is None else selection
+    for setting in config.decode_settings:
+        budget = setting.sparse_budget_tokens
+        if budget is None and wanted_budget is None:
+            if wanted_selection in SELECTION_METHODS:
+                return setting
+        elif type(wanted_budget) is int and (wanted_budget, wanted_selection) == (budget, setting.selection):
+            return setting
+    allowed = ", ".join(map(str, config.decode_settings))
+    raise RequestError(
+        f"sparse_budget_tokens={short_repr(sparse_budget_tokens)} with selection={short_repr(selection)} is not among "
+        f"the decode settings of this engine; it has {allowed} (the first is the default). Choose one of them, or "
+        "start the engine with extra_decode_settings",
+        "selection" if sparse_budget_tokens == "default" else "sparse_budget_tokens",
+    )
 
 
 def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
