@@ -79,7 +79,7 @@ def needles(
     lengths: Annotated[str, typer.Option(help="Of the prompts, tokens, by comma.")] = "1000,2000,4000,7500",
     depths: Annotated[int, typer.Option(help="Depths, evenly spread; as many prompts where a task has no depth.")] = 10,
     samples: Annotated[int, typer.Option(help="Prompts at each depth.")] = 1,
-    seed: Annotated[int, typer.Option("--data-seed", help="Of the texts.")] = 0,
+    data_seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
     haystack: Annotated[Path | None, typer.Option(help="A text file; none = Python's language reference.")] = None,
     budgets: Budgets = "dense,1024,2048",
     methods: Methods = "cuboid-mean",
@@ -96,13 +96,13 @@ def needles(
         raise ValueError(f"--depths {depths} and --samples {samples} must be at least 1")
     examples = needle_tasks.make_examples(
         encoder.tokenizer, text, _names(tasks) or (), _numbers("lengths", lengths) or (),
-        depths=[(place + 0.5) / depths for place in range(depths)], samples=samples, seed=seed,
+        depths=[(place + 0.5) / depths for place in range(depths)], samples=samples, seed=data_seed,
     )  # fmt: skip
     _run(
         Evaluation(
             suite="needles", model=model, config=config, examples=examples,
             settings=parse_settings(budgets, methods, prefill_sparsity, kv_dtype),
-            sources={"data_seed": seed, "lengths": lengths, "depths": depths, "samples": samples,
+            sources={"data_seed": data_seed, "lengths": lengths, "depths": depths, "samples": samples,
                      "haystack_sha256": text.sha256},
             max_prompt_tokens=encoder.max_model_len, out=out, json_file=json_file,
         ),

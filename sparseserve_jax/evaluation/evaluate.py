@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.config import EngineConfig, SelectionMethod
 from sparseserve_jax.engine import Engine
 from sparseserve_jax.evaluation import metrics
 from sparseserve_jax.evaluation.predictions import Prediction, PredictionStore
@@ -55,11 +55,9 @@ def engine_config(config: EngineConfig, group: Sequence[Setting]) -> EngineConfi
     Its own budget, up to which sparse prefill stays dense, is the group's largest. It is deterministic: an answer does
     not depend on what else is evaluated, so a resumed run gives the same.
     """
-    budgeted = [(s.budget_tokens, s.method) for s in group if s.budget_tokens is not None and s.method is not None]
-    budget, method = max(budgeted, default=(None, config.selection), key=lambda pair: pair[0] or 0)
-    extra = [pair for pair in budgeted if pair != (budget, method)]
-    if budget is not None and any(setting.budget_tokens is None for setting in group):
-        extra.append((None, method))
+    pairs: list[tuple[int | None, SelectionMethod]] = [(s.budget_tokens, s.method or config.selection) for s in group]
+    budget, method = max(pairs, key=lambda pair: pair[0] or 0)
+    extra = [pair for pair in pairs if pair != (budget, method)]
     return dataclasses.replace(
         config, sparse_budget_tokens=budget, selection=method, extra_decode_settings=tuple(extra),
         prefill_sparsity=group[0].prefill_sparsity, kv_dtype=group[0].kv_dtype, deterministic=True,
@@ -70,7 +68,7 @@ def predictions(
     engine: Engine, prepared: Sequence[PreparedExample], todo: dict[int, list[Setting]]
 ) -> Iterator[tuple[int, Setting, Prediction]]:
     """Serves examples, each under the settings that are named for its place; predictions as they come."""
-    plans = {
+    plans: dict[str, list[tuple[Setting, Kind]]] = {
         str(index): [(setting, kind) for setting in settings for kind in _kinds(prepared[index])]
         for index, settings in todo.items()
         if settings

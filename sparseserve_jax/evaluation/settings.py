@@ -71,7 +71,8 @@ def parse_settings(
         if name not in SELECTION_METHODS:
             raise ValueError(f"methods: {name!r} is not one of {', '.join(SELECTION_METHODS)}")
         tokens = [_whole(f"methods: {name}", one) for one in asked.split("+")] if own else shared
-        decode += [(budget, cast(SelectionMethod, name)) for budget in tokens if budget is not None]
+        method = cast(SelectionMethod, name)
+        decode.extend((budget, method) for budget in tokens if budget is not None)
     shares = [None if part == DENSE else _share(part) for part in _parts("prefill_sparsity", prefill_sparsity)]
     dtypes: list[KVDType | None] = []
     for part in _parts("kv_dtype", kv_dtype):
