@@ -76,7 +76,7 @@ def longbench(
 def needles(
     config: EngineConfig,
     tasks: Annotated[str, typer.Option(help="By comma.")] = ",".join(needle_tasks.TASKS),
-    lengths: Annotated[str, typer.Option(help="Of the prompts, tokens, by comma.")] = "1000,2000,4000,7500",
+    lengths: Annotated[str, typer.Option(help="Of prompt and answer, tokens, by comma.")] = "1024,2048,4096,8192",
     depths: Annotated[int, typer.Option(help="Depths, evenly spread; as many prompts where a task has no depth.")] = 10,
     samples: Annotated[int, typer.Option(help="Prompts at each depth.")] = 1,
     data_seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
@@ -94,8 +94,12 @@ def needles(
     text = Haystack(encoder.tokenizer, haystack)
     if depths < 1 or samples < 1:
         raise ValueError(f"--depths {depths} and --samples {samples} must be at least 1")
+    asked = _numbers("lengths", lengths) or []
+    max_model_len = min(config.max_model_len or encoder.max_model_len, encoder.max_model_len)
+    if max(asked, default=0) > max_model_len:
+        raise ValueError(f"--lengths: {max(asked)} tokens exceed max_model_len={max_model_len}; leave that out")
     examples = needle_tasks.make_examples(
-        encoder.tokenizer, text, _names(tasks) or (), _numbers("lengths", lengths) or (),
+        encoder.tokenizer, text, _names(tasks) or (), asked,
         depths=[(place + 0.5) / depths for place in range(depths)], samples=samples, seed=data_seed,
     )  # fmt: skip
     _run(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from sparseserve_jax.evaluation.example import Example, Task
 from sparseserve_jax.evaluation.haystack import Haystack
+from sparseserve_jax.evaluation.truncation import MAX_REFERENCE_TOKENS
 from sparseserve_jax.text.tokenizer import Tokenizer
 
 TASKS: dict[str, Task] = {
@@ -34,7 +35,7 @@ NUM_HOPS = 4
 NUM_COMMON_WORDS = 5
 COMMON_TO_OTHER = 10
 """How much more often a common word occurs than any other."""
-SHORTEST_TOKENS = 256
+SHORTEST_TOKENS = 512
 _QUESTION_TOKENS = 96
 """Left for the question and the chat template."""
 _TOKENS_A_NEEDLE = 32
@@ -47,7 +48,7 @@ def make_examples(
     """Examples of every task and length; `samples` at each depth, or as many as there are depths of a spread task.
 
     Args:
-        lengths: of the whole prompt, tokens; prompts are a little shorter.
+        lengths: of prompt and answer together, tokens; they are a little shorter.
 
     Raises:
         ValueError: an unknown task, a length below `SHORTEST_TOKENS`, or a depth outside [0, 1].
@@ -67,7 +68,8 @@ def make_examples(
             for number in range(samples * len(depths)):
                 rng = random.Random(f"{seed} {name} {length} {number}")
                 depth = depths[number // samples] if name in PLACED else None
-                prompt, answers = _MAKERS[name](tokenizer, haystack, length, depth or 0.0, rng)
+                room = length - max(TASKS[name].max_tokens, MAX_REFERENCE_TOKENS)
+                prompt, answers = _MAKERS[name](tokenizer, haystack, room, depth or 0.0, rng)
                 found.append(
                     Example(
                         task=TASKS[name], row_id=f"{length}-{number}", prompt=prompt, answers=answers, length=length,

@@ -59,7 +59,8 @@ def test_needles(asked, tmp_path):
     (evaluation,) = asked
     assert [(e.task.name, e.length, e.depth) for e in evaluation.examples] == [
         ("single", 512, 0.25), ("single", 512, 0.75), ("single", 1024, 0.25), ("single", 1024, 0.75),
-        ("multi_value", 512, None), ("multi_value", 512, None), ("multi_value", 1024, None), ("multi_value", 1024, None),
+        ("multi_value", 512, None), ("multi_value", 512, None),
+        ("multi_value", 1024, None), ("multi_value", 1024, None),
     ]  # fmt: skip
     assert evaluation.max_prompt_tokens == 8192
     assert {"data_seed", "haystack_sha256", "lengths"} <= evaluation.sources.keys()
@@ -77,6 +78,11 @@ def test_babilong(asked, tmp_path):
         (["longbench", "--data-dir", "/nowhere"], "/nowhere holds no <task>.jsonl of LongBench"),
         (["needles", "--budgets", "few"], "budgets: 'few' is neither a number of tokens nor 'dense'"),
         (["needles", "--lengths", "1k"], "--lengths: '1k' is not a list of whole numbers"),
+        (["needles", "--lengths", "512,8193"], "--lengths: 8193 tokens exceed max_model_len=8192; leave that out"),
+        (
+            ["needles", "--lengths", "1024", "--max-model-len", "1000"],
+            "--lengths: 1024 tokens exceed max_model_len=1000",
+        ),
         (["needles", "--depths", "0"], "--depths 0 and --samples 1 must be at least 1"),
         (["needles", "--tasks", "double"], "'double' is no task"),
         (["needles", "--model", "/nowhere/m.gguf"], "/nowhere/m.gguf does not exist"),
