@@ -22,15 +22,10 @@ def download_longbench(templates: Path | None = None) -> tuple[Path, Path]:
         templates: a file that is there; None = from the repository.
 
     Raises:
-        ImportError: huggingface_hub is not installed.
         OSError: no connection; the message says what to give instead.
     """
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError(
-            "rows from the hub need 'huggingface_hub' (pip install huggingface_hub); or give --data-dir"
-        ) from error
+    import huggingface_hub  # slow to import, and only needed here
+
     try:
         archive = Path(huggingface_hub.hf_hub_download(DATASET, ARCHIVE, repo_type="dataset"))
     except Exception as error:  # the library's errors have no common base beside Exception

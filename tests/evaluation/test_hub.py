@@ -6,13 +6,12 @@ import io
 import json
 import zipfile
 
+import huggingface_hub
 import pytest
 
 from sparseserve_jax.evaluation import hub
 from sparseserve_jax.evaluation.longbench import load_longbench
 from tests.evaluation.data import TEMPLATES, row
-
-huggingface_hub = pytest.importorskip("huggingface_hub")
 
 
 @pytest.fixture
