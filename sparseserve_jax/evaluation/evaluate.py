@@ -43,8 +43,8 @@ def evaluate(
     for group in by_engine(settings):
         todo = {index: store.missing(index, group) for index in range(len(prepared))}
         if any(todo.values()):
-            engine = make_engine(engine_config(config, group))
-            for index, setting, prediction in predictions(engine, prepared, todo):
+            # No name for the engine: it is gone before the next one is made.
+            for index, setting, prediction in predictions(make_engine(engine_config(config, group)), prepared, todo):
                 store.add(index, setting, prediction)
                 note(index, setting, prediction)
 
