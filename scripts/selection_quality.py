@@ -33,6 +33,8 @@ from pallas_kernels.api import Kernels, get_kernels
 from pallas_kernels.reference import PREFILL_TILE, block_digests
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import SELECTION_METHODS
+from sparseserve_jax.evaluation.longbench import load_longbench
+from sparseserve_jax.evaluation.truncation import cut_middle, reference_tokens
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.llama import embed, run_layer
 from sparseserve_jax.models.rope import rope_cos_sin, rope_frequencies
@@ -198,23 +200,17 @@ def _prompts(
         for place in range(rows):
             yield f"python-reference-{place}", token_ids[place * max_tokens : (place + 1) * max_tokens]
         return
-    templates = json.loads((data / "dataset2prompt.json").read_text(encoding="utf-8"))
     for task in tasks:
         found = 0
-        with (data / f"{task}.jsonl").open(encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                token_ids = tokenizer.encode(templates[task].format(**row))
-                answer = tokenizer.encode(" " + row["answers"][0])[:NUM_QUERIES]
-                room = max_tokens - len(answer)
-                if len(token_ids) < min_tokens:
-                    continue
-                if len(token_ids) > room:  # LongBench: the middle goes
-                    token_ids = token_ids[: room // 2] + token_ids[-(room - room // 2) :]
-                yield task, token_ids + answer
-                found += 1
-                if found == rows:
-                    break
+        for example in load_longbench(data, [task]).examples:
+            token_ids = tokenizer.encode(example.prompt)
+            if len(token_ids) < min_tokens:
+                continue
+            answer = reference_tokens(example, tokenizer)[:NUM_QUERIES]
+            yield task, cut_middle(token_ids, max_tokens - len(answer)) + answer
+            found += 1
+            if found == rows:
+                break
         if not found:
             print(f"{task}: no prompt of {min_tokens} tokens or more", flush=True)
 

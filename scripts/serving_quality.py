@@ -19,7 +19,6 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,10 @@ import typer
 
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
+from sparseserve_jax.evaluation.haystack import Haystack
+from sparseserve_jax.evaluation.longbench import load_longbench
+from sparseserve_jax.evaluation.needles import DEPTHS, passcode_prompt
+from sparseserve_jax.evaluation.truncation import cut_middle, reference_tokens
 from sparseserve_jax.request import Request, SamplingParams
 from sparseserve_jax.text.tokenizer import Tokenizer
 
@@ -42,8 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """By name, what differs from the defaults (sparse decode, dense prefill, bfloat16)."""
 TASKS = ("qasper", "hotpotqa", "2wikimqa", "multifieldqa_en", "narrativeqa", "triviaqa", "gov_report", "qmsum", "lcc")
-MAX_ANSWER_TOKENS = 64
-DEPTHS = tuple((place + 0.5) / 10 for place in range(10))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +109,11 @@ def answer_nll(engine: Engine, item: Answered) -> float:
 def answered_prompts(
     data: Path, tasks: list[str], rows: int, tokenizer: Tokenizer, max_tokens: int
 ) -> Iterator[Answered]:
-    """The first rows of each task; from a longer prompt the middle is cut (LongBench's protocol)."""
-    templates = json.loads((data / "dataset2prompt.json").read_text(encoding="utf-8"))
-    for task in tasks:
-        lines = (data / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
-        for row in map(json.loads, lines[:rows]):
-            prompt = tokenizer.encode(templates[task].format(**row))
-            if len(prompt) > max_tokens:
-                prompt = prompt[: max_tokens // 2] + prompt[-(max_tokens - max_tokens // 2) :]
-            answer = tokenizer.encode(" " + row["answers"][0].strip())[:MAX_ANSWER_TOKENS]
-            if answer:
-                yield Answered(task, prompt, answer)
+    """The first rows of each task as plain text; from a longer prompt the middle is cut (LongBench's protocol)."""
+    for example in load_longbench(data, tasks, rows).examples:
+        prompt, answer = tokenizer.encode(example.prompt), reference_tokens(example, tokenizer)
+        if answer:
+            yield Answered(example.task.name, cut_middle(prompt, max_tokens), answer)
 
 
 def _by_task(prompts: list[Answered], values: list[float]) -> dict[str, float]:
@@ -131,24 +126,16 @@ def _by_task(prompts: list[Answered], values: list[float]) -> dict[str, float]:
 
 def passcode_score(engine: Engine, num_tokens: int) -> float:
     """Share of ten passcodes, one at each depth of a text of `num_tokens` tokens, that the answer repeats."""
-    rng = random.Random(num_tokens)
+    haystack, rng = Haystack(engine.tokenizer), random.Random(num_tokens)
     found = 0
     for depth in DEPTHS:
         code = str(rng.randint(10000, 99999))
         request = Request(
-            prompt=[{"role": "user", "content": passcode_text(engine.tokenizer, num_tokens, depth, code)}],
+            prompt=[{"role": "user", "content": passcode_prompt(haystack, num_tokens, depth, code)}],
             sampling=SamplingParams(temperature=0, max_tokens=24),
         )
         found += code in engine.generate([request])[0].text
     return found / len(DEPTHS)
-
-
-def passcode_text(tokenizer: Tokenizer, num_tokens: int, depth: float, code: str) -> str:
-    """Chapters of the Python language reference with a sentence about the passcode between two lines."""
-    text = "\n".join(topics[name] for name in sorted(topics))
-    lines = tokenizer.decode(tokenizer.encode(text[: num_tokens * 8])[: num_tokens - 96]).split("\n")
-    lines.insert(int(len(lines) * depth), f"The passcode of the vault is {code}. Remember it.")
-    return "\n".join(lines) + "\n\nWhat is the passcode of the vault? Answer with the number."
 
 
 def _show(table: dict[str, dict[str, Any]]) -> None:

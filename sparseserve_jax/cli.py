@@ -1,4 +1,4 @@
-"""The command line: `sparseserve generate`, `convert` and `info`.
+"""The command line: `sparseserve generate`, `convert`, `info` and `eval`.
 
 Every field of `EngineConfig` is an option of the commands that build an engine: names and defaults come from the
 fields, help texts from the docstring, and the checks are those of `EngineConfig` itself.
@@ -27,6 +27,7 @@ from sparseserve_jax.checkpoint.convert import convert as convert_checkpoint
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
+from sparseserve_jax.evaluation import commands as evaluation
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
 from sparseserve_jax.selection_record import SelectionRecord
 
@@ -92,7 +93,8 @@ def parse_decode_settings(text: str) -> tuple[tuple[int | None, Any], ...]:
 def engine_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
     """Replaces a command's parameter `config` by one option for each field of `EngineConfig`.
 
-    Errors of the user's making (ValueError, OSError, NotImplementedError) become one line on stderr and exit code 2.
+    Errors of the user's making (ValueError, OSError, NotImplementedError) and missing libraries become one line on
+    stderr and exit code 2.
 
     Args:
         without: fields that get no option and keep their defaults.
@@ -111,7 +113,7 @@ def engine_options(command: Callable[..., None], *, without: Collection[str] = (
 
 
 def user_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """One line on stderr and exit code 2 for errors of the user's making."""
+    """One line on stderr and exit code 2 for errors of the user's making and missing libraries."""
     return _as_command(command, command, list(inspect.signature(command, eval_str=True).parameters.values()))
 
 
@@ -122,7 +124,7 @@ def _as_command(
     def wrapped(**values: Any) -> None:
         try:
             call(**values)
-        except (ValueError, OSError, NotImplementedError) as error:
+        except (ValueError, OSError, NotImplementedError, ImportError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
 
@@ -320,6 +322,12 @@ def info(
             typer.echo(line)
     if json_file is not None:
         write_json(json_file, engine.info.to_dict())
+
+
+evaluate = typer.Typer(help="Does sparse attention change the answers? Compares settings.", no_args_is_help=True)
+app.add_typer(evaluate, name="eval")
+for _command in (evaluation.longbench, evaluation.needles, evaluation.babilong):
+    evaluate.command()(engine_options(_command, without=evaluation.SETTING_FIELDS))
 
 
 # --- in and out ------------------------------------------------------------------------------------------------------

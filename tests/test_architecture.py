@@ -45,6 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "host_offload": ("host_offload",),
     ENGINE + "info": EVERYTHING_BELOW_API,
     ENGINE + "engine": EVERYTHING_BELOW_API,
+    ENGINE + "evaluation": (*EVERYTHING_BELOW_API, ENGINE + "evaluation"),
 }
 NO_JAX = tuple(
     ENGINE + name
@@ -59,6 +60,7 @@ NO_JAX = tuple(
         "selection_record",
         "validation",
         "text",
+        "evaluation",
     )
 )
 

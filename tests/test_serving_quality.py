@@ -1,11 +1,10 @@
-"""The quality script: its likelihoods are the engine's own, and its passcodes are where it says."""
-
-import json
+"""The quality script: its likelihoods are the engine's own, of LongBench's prompts."""
 
 import pytest
 
-from scripts.serving_quality import Answered, answer_nll, answered_prompts, passcode_text
+from scripts.serving_quality import Answered, answer_nll, answered_prompts
 from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
+from tests.evaluation.data import row, write_longbench
 from tests.tiny_model import random_prompt, write_sharp_model
 
 
@@ -31,17 +30,8 @@ def test_likelihoods_are_those_of_the_engine(engine):
 
 
 def test_prompts_are_cut_in_the_middle(engine, tmp_path):
-    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"qa": "{context} Question: {input}"}))
-    row = {"context": "abcdefghij" * 20, "input": "why?", "answers": ["because"]}
-    (tmp_path / "qa.jsonl").write_text(json.dumps(row) + "\n")
-    (whole,) = answered_prompts(tmp_path, ["qa"], 3, engine.tokenizer, 1000)
-    (cut,) = answered_prompts(tmp_path, ["qa"], 3, engine.tokenizer, 50)
+    write_longbench(tmp_path, {"qasper": [row("1", ["because"], context="abcdefghij" * 20)]})
+    (whole,) = answered_prompts(tmp_path, ["qasper"], 3, engine.tokenizer, 1000)
+    (cut,) = answered_prompts(tmp_path, ["qasper"], 3, engine.tokenizer, 50)
     assert len(cut.prompt) == 50 and cut.prompt == whole.prompt[:25] + whole.prompt[-25:]
     assert engine.tokenizer.decode(cut.answer).strip() == "because"
-
-
-def test_a_passcode_lies_at_its_depth(engine):
-    texts = [passcode_text(engine.tokenizer, 400, depth, "12345") for depth in (0.05, 0.5, 0.95)]
-    places = [text.index("12345") / len(text) for text in texts]
-    assert places == sorted(places) and places[0] < 0.3 and places[-1] > 0.6
-    assert all(text.count("12345") == 1 and text.endswith("Answer with the number.") for text in texts)
