@@ -147,7 +147,7 @@ class Engine:
         """
         params = request.sampling or default_sampling or SamplingParams()
         _check_fields(request, params)
-        text, token_ids = self._encode(request.prompt)
+        text, token_ids = self.encode(request.prompt)
         params = validate_request(
             token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
         )
@@ -187,6 +187,15 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._processors or self._ended)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Continuations that have not ended."""
+        return len(self._processors)
+
+    def working_set_blocks(self) -> int:
+        """Pieces in the working sets of all continuations, as of their last decode steps."""
+        return sum(processor.metrics.working_set_blocks for processor in self._processors.values())
 
     def warm_up(self) -> Iterator[str]:
         """Compiles (or loads from the cache) every program that serving can need; yields what comes next."""
@@ -351,8 +360,12 @@ class Engine:
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt (chat messages give the rendered template)."""
+    def encode(self, prompt: object) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt (chat messages give the rendered template); any thread may call it.
+
+        Raises:
+            RequestError: it cannot be tokenised, or the template cannot be rendered.
+        """
         if isinstance(prompt, str):
             try:
                 return prompt, self.tokenizer.encode(prompt)
@@ -361,9 +374,7 @@ class Engine:
         if isinstance(prompt, Sequence) and prompt and all(isinstance(part, dict) for part in prompt):
             try:
                 if self._template is None:
-                    self._template = ChatTemplate(
-                        self._template_source, bos_token=self._special.bos_token, eos_token=self._special.eos_token
-                    )
+                    self._template = self.chat_template(self._template_source)
                 rendered = self._template.render(prompt)
             except ChatTemplateError as error:
                 raise RequestError(str(error), "messages") from error
@@ -371,6 +382,14 @@ class Engine:
         if isinstance(prompt, (Sequence, np.ndarray)) and not isinstance(prompt, (bytes, bytearray)):
             return None, list(prompt)
         raise RequestError(f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt")
+
+    def chat_template(self, source: str | None) -> ChatTemplate:
+        """A template with the model's BOS and EOS.
+
+        Raises:
+            ChatTemplateError: no template, or a syntax error.
+        """
+        return ChatTemplate(source, bos_token=self._special.bos_token, eos_token=self._special.eos_token)
 
     def _queue(self, prepared: PreparedRequest) -> str:
         request, params = prepared.request, prepared.sampling
