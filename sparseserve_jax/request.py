@@ -6,7 +6,9 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 from sparseserve_jax.config import SelectionMethod
 
@@ -121,6 +123,31 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class TokenMatcher(Protocol):
+    """Where one continuation stands in its grammar. One thread uses it."""
+
+    def allowed_tokens(self) -> np.ndarray:
+        """The tokens that may come next: bit `i % 32` of word `i // 32` for token i, uint32."""
+        ...
+
+    def accept(self, token_id: int) -> str | None:
+        """Takes the token that came; returns why the grammar cannot go on, None if it can."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow but the end."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a text may be (`text.grammar.compile_grammar`). Threads and requests may share it."""
+
+    def start(self) -> TokenMatcher:
+        """A matcher at the beginning."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and how to continue it.
@@ -130,6 +157,7 @@ class Request:
         sampling: None = the defaults of `serve` or `SamplingParams()`.
         request_id: None = numbered by the engine; unique among live requests.
         priority: lower is served first; equal priorities first come, first served.
+        grammar: the text must follow it, and ends where it does; None = free. Not with `min_tokens` or `ignore_eos`.
         sparse_budget_tokens: tokens a decode step of this request may attend to, None = all; "default" = the engine's.
         selection: how it chooses them; None = the engine's way. Budget and selection together must be the engine's own
             or among its `extra_decode_settings`.
@@ -139,6 +167,7 @@ class Request:
     sampling: SamplingParams | None = None
     request_id: str | None = None
     priority: int = 0
+    grammar: Grammar | None = None
     sparse_budget_tokens: SparseBudget = "default"
     selection: SelectionMethod | None = None
 

@@ -22,6 +22,8 @@ class Sequence:
         num_generated: tokens sampled so far, likewise. The newest is on the device (`TokenSampler.newest_tokens`).
         has_grant: it holds device slots or dense blocks (tiered).
         inv_freq: inverse frequencies of its rotary embedding, float32 `[head_dim / 2]`, from its admission on.
+        num_resumed: of the prompt's tokens the last that many were generated, before a failed step; `num_generated`
+            begins with them.
     """
 
     request_id: str
@@ -34,12 +36,16 @@ class Sequence:
     num_computed: int = 0
     num_generated: int = 0
     has_grant: bool = False
+    num_resumed: int = 0
     inv_freq: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def __post_init__(self) -> None:
+        self.num_generated = max(self.num_generated, self.num_resumed)
 
     @property
     def num_positions(self) -> int:
         """Positions that it takes up at most; the last token that it may generate is never fed back."""
-        return len(self.prompt_token_ids) + (self.sampling.max_tokens or 1) - 1
+        return len(self.prompt_token_ids) - self.num_resumed + (self.sampling.max_tokens or 1) - 1
 
 
 class SequenceTables:
