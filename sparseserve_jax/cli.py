@@ -1,4 +1,4 @@
-"""The command line: `sparseserve generate`, `convert` and `info`.
+"""The command line: `sparseserve generate`, `convert`, `info` and `bench`.
 
 Every field of `EngineConfig` is an option of the commands that build an engine: names and defaults come from the
 fields, help texts from the docstring, and the checks are those of `EngineConfig` itself.
@@ -27,6 +27,7 @@ from sparseserve_jax.checkpoint.convert import convert as convert_checkpoint
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
+from sparseserve_jax.load_generator.command import bench
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
 
 BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -277,6 +278,9 @@ def info(
             typer.echo(line)
     if json_file is not None:
         write_json(json_file, engine.info.to_dict())
+
+
+app.command()(user_errors(bench))
 
 
 # --- in and out ------------------------------------------------------------------------------------------------------

@@ -29,11 +29,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ENGINE + "config": CONTRACTS,
     ENGINE + "request": CONTRACTS,
     ENGINE + "plan": CONTRACTS,
+    ENGINE + "percentiles": (),
+    ENGINE + "provenance": (),
+    ENGINE + "load_generator": (ENGINE + "load_generator", ENGINE + "percentiles", ENGINE + "provenance"),
     ENGINE + "validation": (*CONTRACTS, ENGINE + "validation"),
     ENGINE + "output": (*CONTRACTS, *TEXT, ENGINE + "output"),
     ENGINE + "cache": CACHE,
     ENGINE + "scheduler": SCHEDULER,
-    ENGINE + "simulator": (*SCHEDULER, ENGINE + "simulator"),
+    ENGINE + "simulator": (*SCHEDULER, ENGINE + "simulator", ENGINE + "percentiles"),
     ENGINE + "text": TEXT,
     ENGINE + "models": MODELS,
     ENGINE + "sampling": SAMPLING,
@@ -47,7 +50,20 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 NO_JAX = tuple(
     ENGINE + name
-    for name in ("config", "request", "plan", "cache", "scheduler", "simulator", "output", "validation", "text")
+    for name in (
+        "config",
+        "request",
+        "plan",
+        "cache",
+        "scheduler",
+        "simulator",
+        "output",
+        "validation",
+        "text",
+        "percentiles",
+        "provenance",
+        "load_generator",
+    )
 )
 
 
