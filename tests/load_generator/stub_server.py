@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 PAUSE_S = 0.02
@@ -69,11 +70,18 @@ class StubServer:
     Args:
         answer: gives the packets of a completion's stream; what it raises breaks the connection.
         tokenize: offer `/tokenize`, which takes every word for `tokens_per_word` tokens.
+        pages: whole answers by path.
     """
 
     def __init__(
-        self, answer: Callable[[Exchange], Packets], *, tokenize: bool = False, tokens_per_word: float = 1.0
+        self,
+        answer: Callable[[Exchange], Packets],
+        *,
+        tokenize: bool = False,
+        tokens_per_word: float = 1.0,
+        pages: Mapping[str, Callable[[Exchange], bytes]] = MappingProxyType({}),
     ) -> None:
+        self._pages = pages
         self._answer, self._tokenize, self._tokens_per_word = answer, tokenize, tokens_per_word
         self.exchanges: list[Exchange] = []
         self.url = ""
@@ -121,7 +129,9 @@ class StubServer:
             await writer.wait_closed()
 
     async def _packets(self, exchange: Exchange) -> Packets:
-        if exchange.path == "/v1/models":
+        if exchange.path in self._pages:
+            yield self._pages[exchange.path](exchange)
+        elif exchange.path == "/v1/models":
             yield whole(200, MODELS)
         elif exchange.path == "/tokenize" and self._tokenize:
             yield whole(200, {"count": round(len(exchange.content["prompt"].split()) * self._tokens_per_word)})

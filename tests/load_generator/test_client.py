@@ -47,7 +47,7 @@ def send(
         return asyncio.run(run(server.url))
 
 
-# --- answers that are whole --------------------------------------------------------------------------------------------
+# --- answers that are whole ------------------------------------------------------------------------------------------
 
 
 def test_times_and_counts() -> None:
@@ -139,7 +139,7 @@ def test_no_text_at_all() -> None:
     assert (record.status, record.ttft_s, record.tpot_s, record.output_tokens) == ("ok", None, None, 1)
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_nobody_listens() -> None:
     assert asyncio.run(run()).status == "connect"
 
 
-# --- before the clock runs ---------------------------------------------------------------------------------------------
+# --- before the clock runs -------------------------------------------------------------------------------------------
 
 
 def test_key_and_path() -> None:
@@ -235,7 +235,7 @@ def test_no_openai_server_at_this_url() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://me:pw@a", "http://a?b=c", ""])
 def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(ValueError, match="URL|HTTP address|no query"):
+    with pytest.raises(ValueError, match=r"URL|HTTP address|no query"):
         base_url(url)
 
 
