@@ -1,4 +1,4 @@
-"""The command line: `sparseserve generate`, `convert`, `info` and `bench`.
+"""The command line: `sparseserve generate`, `serve`, `bench`, `convert` and `info`.
 
 Every field of `EngineConfig` is an option of the commands that build an engine: names and defaults come from the
 fields, help texts from the docstring, and the checks are those of `EngineConfig` itself.
@@ -248,6 +248,63 @@ def generate(
         wide_console(stderr=True).print(metrics_table(outputs))
     if json_file is not None:
         write_json(json_file, {"engine": engine.info.to_dict(), "outputs": [output_dict(o) for o in outputs]})
+
+
+@app.command()
+@engine_options
+def serve(
+    config: EngineConfig,
+    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
+    model: Annotated[str | None, typer.Option(help=_MODEL_HELP)] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 = all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 = any free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(help="A key that opens the server (repeatable).")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with keys, one a line.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="A name for requests to use (repeatable); none = the model's own.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(help="Continuations that may wait; more get 429.")] = 256,
+    max_body_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Larger bodies get 413.")] = "16MiB",
+    request_timeout_s: Annotated[float, typer.Option(help="Limit on a request's time; inf = none.")] = 600.0,
+    drain_timeout_s: Annotated[float, typer.Option(help="Time that requests get to finish after SIGTERM.")] = 30.0,
+    grammar_timeout_s: Annotated[float, typer.Option(help="Limit on compiling a schema or expression.")] = 5.0,
+    metrics_prefix: Annotated[str, typer.Option(help="Prefix of metrics, e.g. vllm.")] = "sparseserve",
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may call the server (repeatable).")
+    ] = None,
+    trust_request_chat_template: Annotated[bool, typer.Option(help="Requests may bring a chat template.")] = False,
+    log_format: Annotated[str, typer.Option(metavar="text|json", help="Shape of the log on stderr.")] = "text",
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Where traces go, e.g. http://localhost:4318/v1/traces; none = no traces.")
+    ] = None,
+    warm_up: Annotated[bool, typer.Option(help="Compile everything before the first request.")] = True,
+) -> None:
+    """Serve a model over HTTP, by OpenAI's API."""
+    try:
+        from sparseserve_jax.server.auth import read_key_file
+        from sparseserve_jax.server.run import run_server
+        from sparseserve_jax.server.settings import ServerSettings
+    except ImportError as error:
+        raise ValueError(f"serving needs more packages ({error}): pip install 'sparseserve-jax[server]'") from error
+    if model_argument is not None and model is not None:
+        raise ValueError("give the model once: as argument or by --model")
+    if log_format not in ("text", "json"):
+        raise ValueError(f"--log-format: {log_format!r} is not supported; choose text or json")
+    keys = [*(api_key or ()), *(read_key_file(api_key_file.read_text()) if api_key_file else ())]
+    if api_key_file is not None and not keys:
+        raise ValueError(f"--api-key-file: {api_key_file} holds no key")
+    settings = ServerSettings(
+        served_model_names=tuple(served_model_name or ()), api_keys=tuple(keys), max_waiting=max_waiting,
+        max_body_bytes=parse_bytes(max_body_bytes), request_timeout_s=request_timeout_s,
+        drain_timeout_s=drain_timeout_s, grammar_timeout_s=grammar_timeout_s, metrics_prefix=metrics_prefix,
+        cors_origins=tuple(cors_origin or ()), trust_request_chat_template=trust_request_chat_template,
+    )  # fmt: skip
+    succeeded = run_server(
+        model_argument or model, config, settings, host=host, port=port, log_format=log_format,
+        otlp_endpoint=otlp_endpoint, warm_up=warm_up,
+    )  # fmt: skip
+    if not succeeded:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -26,7 +26,8 @@ from sparseserve_jax.models.rope import max_supported_len
 from sparseserve_jax.models.weights import load_params
 from sparseserve_jax.output import OutputProcessor
 from sparseserve_jax.plan import DecodeStats, StepPlan, StepResult
-from sparseserve_jax.request import Request, RequestOutput, SamplingParams
+from sparseserve_jax.recovery import Quarantine
+from sparseserve_jax.request import Request, RequestOutput, SamplingParams, TokenMatcher
 from sparseserve_jax.runner.model_runner import ModelRunner, RunnerResult, RunningStep
 from sparseserve_jax.runner.sequences import Sequence as RunnerSequence
 from sparseserve_jax.sampling.seeds import derive_seed
@@ -53,6 +54,7 @@ class Engine:
 
     Attributes:
         info: what is in force (also logged at start, and by `sparseserve info`).
+        num_prefill_segments / num_failed_steps: so far.
 
     Raises:
         ValueError: a budget is too small, a setting does not fit the model, or the model cannot be read.
@@ -119,6 +121,13 @@ class Engine:
         self._num_requests = 0
         self._running: RunningStep | None = None  # dispatched, not looked at yet
         self._failure: Exception | None = None
+        self._live: dict[str, _Live] = {}  # by continuation
+        self._matchers: dict[str, TokenMatcher] = {}  # by continuation that has a grammar
+        self._held: list[str] = []  # continuations that wait for the end of a quarantine
+        self._quarantine = Quarantine()
+        self._suspects: list[str] = []
+        self.num_prefill_segments = 0
+        self.num_failed_steps = 0
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -130,22 +139,63 @@ class Engine:
         """
         return self._queue_all([request], [default_sampling])[0]
 
+    def prepare(self, request: Request, default_sampling: SamplingParams | None = None) -> PreparedRequest:
+        """Tokenises and checks a request, all that takes time; any thread may call it, beside `step`.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        params = request.sampling or default_sampling or SamplingParams()
+        _check_fields(request, params)
+        text, token_ids = self.encode(request.prompt)
+        params = validate_request(
+            token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
+        )
+        assert params.max_tokens is not None
+        prepared = PreparedRequest(request, text, np.asarray(token_ids, np.int32), params)
+        try:
+            self.scheduler.check(prepared.to_schedule("", 0.0))
+        except ValueError as error:
+            raise RequestError(str(error), "max_tokens") from error
+        return prepared
+
+    def add_prepared(self, prepared: PreparedRequest) -> str:
+        """Queues what `prepare` gave and returns its id.
+
+        Raises:
+            RequestError: its `request_id` is in use.
+        """
+        if prepared.request.request_id in self._children:
+            raise RequestError(
+                f"request_id={prepared.request.request_id!r} is in use by another request; choose another", "request_id"
+            )
+        return self._queue(prepared)
+
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, whatever it is doing; False if there is no such live request."""
         children = self._children.pop(request_id, None)
         if children is None:
             return False
         for child in children:
-            processor = self._processors.pop(child, None)
+            processor = self._processors.get(child)
             if processor is not None:
-                self.scheduler.abort(child)
                 processor.abort()
+                self._end(child)
                 self._ended.append(processor.take_output(final=True))
         return True
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._processors or self._ended)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Continuations that have not ended."""
+        return len(self._processors)
+
+    def working_set_blocks(self) -> int:
+        """Pieces in the working sets of all continuations, as of their last decode steps."""
+        return sum(processor.metrics.working_set_blocks for processor in self._processors.values())
 
     def warm_up(self) -> Iterator[str]:
         """Compiles (or loads from the cache) every program that serving can need; yields what comes next."""
@@ -157,37 +207,85 @@ class Engine:
         Returns a snapshot of every request that got a token. The first step of all gives none.
 
         Raises:
-            RuntimeError: a step failed on the device (now, or before: its KV was given away, so nothing can go on).
+            RuntimeError: a step failed before, and its KV was given away: call `recover`, or make a new Engine.
+            Exception: whatever makes this step fail.
         """
         if self._failure is not None:
             raise RuntimeError("an earlier step failed, and its KV is lost; make a new Engine") from self._failure
-        plan = self.scheduler.schedule(self._clock())
+        self._release_held()
         outputs, self._ended = self._ended, []
-        if plan.is_empty and self._running is None:
-            assert outputs or not self._processors, "requests are waiting, but the scheduler has no work for them"
-            return outputs
+        plan = StepPlan(step=-1)
+        running = self._running
         try:
-            outputs += self._advance(plan)
+            plan = self.scheduler.schedule(self._clock())
+            if plan.is_empty and running is None:
+                assert outputs or not self._processors, "requests are waiting, but the scheduler has no work for them"
+                return outputs
+            self._advance(plan, outputs)
+            if not self._processors:
+                self._release()
         except Exception as error:
-            self._failure = error
+            self._failure, self._ended = error, outputs  # what came out before is reported by the next step
+            self._suspects = list(dict.fromkeys((*_members(plan), *_members(running.plan if running else plan))))
             raise
-        if not self._processors:
-            self._release()
         return outputs
 
-    def _advance(self, plan: StepPlan) -> list[RequestOutput]:
-        """Dispatches the plan; between its decode step and its prefill work, tokens of the step before come out."""
+    def recover(self) -> None:
+        """Makes a failed engine work again: empties it, and starts its requests over from the tokens that they have.
+
+        All requests of the failed step are suspects and run alone, half of them at a time, until it is clear which of
+        them makes steps fail; that one ends with "error" (`Quarantine`). The others notice nothing but the time; their
+        keys and values are computed anew, by prefill, so to the last bit they may differ from those of decoding.
+
+        Raises:
+            Exception: the memory for KV is not to be had again, or nothing works at all.
+        """
+        assert self._failure is not None, "nothing failed"
+        reason, self._failure, self._running = self._failure, None, None
+        self.num_failed_steps += 1
+        self.runner.reset()
+        self.scheduler = Scheduler(self.config, self.layout)
+        num_tokens = {child: len(processor.token_ids) for child, processor in self._processors.items()}
+        for child in self._quarantine.note_failure(self._suspects, num_tokens):
+            processor = self._processors[child]
+            processor.fail(f"the request made two steps of the engine fail: {type(reason).__name__}: {reason}")
+            self._end(child)
+            self._forget_request(processor.request_id)
+            self._ended.append(processor.take_output(final=True))
+        self._held = list(self._processors)
+
+    def _release_held(self) -> None:
+        """Queues those whom a quarantine lets run."""
+        if not self._held:
+            return
+        num_tokens = {child: len(processor.token_ids) for child, processor in self._processors.items()}
+        released = self._quarantine.release(num_tokens)
+        if released is None and not self._quarantine.is_active:
+            released = self._held
+        for child in released or ():
+            self._schedule(child)
+        self._held = [child for child in self._held if child not in (released or ())]
+
+    def _advance(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
+        """Dispatches the plan; between its decode step and its prefill work, tokens of the step before come out.
+
+        Where a grammar has a say in decoded tokens, they are chosen after that: the device meanwhile computes logits.
+        """
         started = self._clock()
         for segment in plan.prefill:
             for item in segment.items:
                 self._processors[item.request_id].note_started(started)
-        before, self._running = self._running, None if plan.is_empty else self.runner.begin(plan)
-        outputs, stats = ([], {}) if before is None else self._process(before.plan, before.fetch())
+        self.num_prefill_segments += len(plan.prefill)
+        is_free = not any(child in self._matchers for child in plan.decode)
+        before, self._running = self._running, None if plan.is_empty else self.runner.begin(plan, sample=is_free)
+        stats = {} if before is None else self._process(before.plan, before.fetch(), outputs)
         if self._running is not None:
-            self.runner.run_prefill(self._running)
             sampled = (*plan.decode, *plan.completes_prefill)
+            allowed = {c: self._matchers[c].allowed_tokens() for c in sampled if c in self._matchers}
+            if not is_free:
+                self.runner.sample_decoded(self._running, allowed)
+            self.runner.run_prefill(self._running, allowed)
             self.scheduler.update(plan, StepResult(step=plan.step, sampled=sampled, stats=stats))
-        return outputs
 
     # --- the whole way -----------------------------------------------------------------------------------------------
 
@@ -236,7 +334,7 @@ class Engine:
             if not isinstance(request, Request):
                 raise RequestError(f"request {place} is a {type(request).__name__}; give Request(prompt=...)", "prompt")
             try:
-                prepared.append(self._prepare(request, default))
+                prepared.append(self.prepare(request, default))
             except RequestError as error:
                 where = f"request {place}: " if len(requests) > 1 else ""
                 raise RequestError(f"{where}{error}", error.param) from error
@@ -262,23 +360,12 @@ class Engine:
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, request: Request, default_sampling: SamplingParams | None) -> _Prepared:
-        params = request.sampling or default_sampling or SamplingParams()
-        _check_fields(request, params)
-        text, token_ids = self._encode(request.prompt)
-        params = validate_request(
-            token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
-        )
-        assert params.max_tokens is not None
-        prepared = _Prepared(request, text, np.asarray(token_ids, np.int32), params)
-        try:
-            self.scheduler.check(prepared.to_schedule("", 0.0))
-        except ValueError as error:
-            raise RequestError(str(error), "max_tokens") from error
-        return prepared
+    def encode(self, prompt: object) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt (chat messages give the rendered template); any thread may call it.
 
-    def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt (chat messages give the rendered template)."""
+        Raises:
+            RequestError: it cannot be tokenised, or the template cannot be rendered.
+        """
         if isinstance(prompt, str):
             try:
                 return prompt, self.tokenizer.encode(prompt)
@@ -287,9 +374,7 @@ class Engine:
         if isinstance(prompt, Sequence) and prompt and all(isinstance(part, dict) for part in prompt):
             try:
                 if self._template is None:
-                    self._template = ChatTemplate(
-                        self._template_source, bos_token=self._special.bos_token, eos_token=self._special.eos_token
-                    )
+                    self._template = self.chat_template(self._template_source)
                 rendered = self._template.render(prompt)
             except ChatTemplateError as error:
                 raise RequestError(str(error), "messages") from error
@@ -298,7 +383,15 @@ class Engine:
             return None, list(prompt)
         raise RequestError(f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt")
 
-    def _queue(self, prepared: _Prepared) -> str:
+    def chat_template(self, source: str | None) -> ChatTemplate:
+        """A template with the model's BOS and EOS.
+
+        Raises:
+            ChatTemplateError: no template, or a syntax error.
+        """
+        return ChatTemplate(source, bos_token=self._special.bos_token, eos_token=self._special.eos_token)
+
+    def _queue(self, prepared: PreparedRequest) -> str:
         request, params = prepared.request, prepared.sampling
         request_id = request.request_id or self._new_id()
         now = self._clock()
@@ -310,11 +403,25 @@ class Engine:
                 detokenizer=IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens),
             )  # fmt: skip
             seed = derive_seed(params.seed, self.config.seed, self._num_requests, index)
-            self.runner.add_sequence(RunnerSequence(child, prepared.token_ids, params, seed))
-            self.scheduler.add_request(prepared.to_schedule(child, now))
+            self._live[child] = _Live(prepared, seed)
+            if request.grammar is not None:
+                self._matchers[child] = request.grammar.start()
+            if self._quarantine.is_active:
+                self._held.append(child)
+            else:
+                self._schedule(child)
         self._children[request_id] = children
         self._num_requests += 1
         return request_id
+
+    def _schedule(self, child: str) -> None:
+        """Makes a continuation known to runner and scheduler; what it has generated is prompt to them."""
+        prepared, seed = self._live[child].prepared, self._live[child].seed
+        processor = self._processors[child]
+        generated = processor.token_ids
+        token_ids = np.concatenate([prepared.token_ids, np.asarray(generated, np.int32)])
+        self.runner.add_sequence(RunnerSequence(child, token_ids, prepared.sampling, seed, num_resumed=len(generated)))
+        self.scheduler.add_request(prepared.to_schedule(child, processor.arrival_s, num_generated=len(generated)))
 
     def _new_id(self) -> str:
         number = self._num_requests
@@ -322,27 +429,36 @@ class Engine:
             number += 1
         return f"request-{number}"
 
-    def _process(self, plan: StepPlan, result: RunnerResult) -> tuple[list[RequestOutput], dict[str, DecodeStats]]:
+    def _process(self, plan: StepPlan, result: RunnerResult, outputs: list[RequestOutput]) -> dict[str, DecodeStats]:
         """Gives tokens and figures to the processors, ends requests, takes snapshots; who was aborted since is gone."""
         now = self._clock()
         for child in plan.parks:
             if child in self._processors:
                 self._processors[child].metrics.num_parks += 1
         self._note_figures(result)
-        grown = []
         for child, token in result.tokens.items():
             processor = self._processors.get(child)
             if processor is None:
                 continue
             if token.ok:
                 processor.append(token.token_id, token.logprobs, now)
+                if child in self._matchers and not processor.is_finished:
+                    self._follow_grammar(child, token.token_id)
             else:
                 processor.fail("the model's logits are not finite for this request")
             if processor.is_finished:
-                self.scheduler.abort(child)  # unless it knows: the number of tokens
-                self._forget(child)
-            grown.append(processor.take_output())
-        return grown, result.stats
+                self._end(child)
+                self._forget_request(processor.request_id)
+            outputs.append(processor.take_output())
+        return result.stats
+
+    def _follow_grammar(self, child: str, token_id: int) -> None:
+        matcher, processor = self._matchers[child], self._processors[child]
+        problem = matcher.accept(token_id)
+        if problem is not None:
+            processor.fail(f"the grammar of the request cannot go on: {problem}")
+        elif matcher.is_complete:
+            processor.complete()
 
     def _note_figures(self, result: RunnerResult) -> None:
         for child, stats in result.stats.items():
@@ -364,11 +480,18 @@ class Engine:
             if child in self._processors:
                 self._processors[child].metrics.bytes_saved += num_bytes
 
-    def _forget(self, child: str) -> None:
-        processor = self._processors.pop(child)
-        siblings = self._children.get(processor.request_id, [])
-        if not any(sibling in self._processors for sibling in siblings):
-            self._children.pop(processor.request_id, None)
+    def _end(self, child: str) -> None:
+        """A continuation has ended: nobody works on it any more."""
+        self.scheduler.abort(child)  # unless it knows: by the number of tokens, or is not told of it (held)
+        del self._processors[child], self._live[child]
+        self._matchers.pop(child, None)
+        if child in self._held:
+            self._held.remove(child)
+
+    def _forget_request(self, request_id: str) -> None:
+        """Forgets a request whose continuations have all ended."""
+        if not any(sibling in self._processors for sibling in self._children.get(request_id, [])):
+            self._children.pop(request_id, None)
 
     def _release(self) -> None:
         """Nobody is left: lets the runner forget the last ones, too, and what they would still have got."""
@@ -385,26 +508,41 @@ def _check_fields(request: Request, params: SamplingParams) -> None:
         raise RequestError(f"sampling is a {type(params).__name__}; give SamplingParams(...)", "sampling")
     if isinstance(request.priority, bool) or not isinstance(request.priority, int):
         raise RequestError(f"priority={request.priority!r} must be an integer; lower is served first", "priority")
+    if request.grammar is not None and (params.min_tokens or params.ignore_eos):
+        raise RequestError("a grammar says where the text ends; leave out min_tokens and ignore_eos", "min_tokens")
     if request.request_id is not None and not isinstance(request.request_id, str):
         raise RequestError(f"request_id={request.request_id!r} must be text, or None to have one made", "request_id")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """A request that passed every check."""
+class PreparedRequest:
+    """A request that passed every check: its text, its token ids, and `sampling` with `max_tokens` resolved."""
 
     request: Request
     text: str | None
     token_ids: np.ndarray
     sampling: SamplingParams
 
-    def to_schedule(self, child: str, arrival_s: float) -> SchedulerRequest:
-        """The scheduler's view of one of its continuations."""
+    def to_schedule(self, child: str, arrival_s: float, num_generated: int = 0) -> SchedulerRequest:
+        """The scheduler's view of one of its continuations, whose first tokens may have been generated before."""
         assert self.sampling.max_tokens is not None
         return SchedulerRequest(
             request_id=child,
             arrival_s=arrival_s,
             priority=self.request.priority,
-            num_prompt_tokens=len(self.token_ids),
-            max_new_tokens=self.sampling.max_tokens,
+            num_prompt_tokens=len(self.token_ids) + num_generated,
+            max_new_tokens=self.sampling.max_tokens - num_generated,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Live:
+    """What it takes to start a continuation (again)."""
+
+    prepared: PreparedRequest
+    seed: tuple[int, int]
+
+
+def _members(plan: StepPlan) -> list[str]:
+    """The continuations that a plan works on."""
+    return [*plan.decode, *(item.request_id for segment in plan.prefill for item in segment.items)]

@@ -64,7 +64,7 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._stop = StopChecker(sampling.stop, sampling.include_stop_str_in_output)
         self._logprobs: list[list[TokenLogprob]] | None = None if sampling.logprobs is None else []
-        self._arrival_s = arrival_s
+        self.arrival_s = arrival_s
         self._started = False
         self._last_token_s: float | None = None
         self._text = ""
@@ -79,7 +79,7 @@ class OutputProcessor:
         """The first prefill work begins: the end of queueing. Later calls change nothing."""
         if not self._started:
             self._started = True
-            self.metrics.queue_s = now_s - self._arrival_s
+            self.metrics.queue_s = now_s - self.arrival_s
 
     def append(self, token_id: int, logprobs: list[TokenLogprob] | None, now_s: float) -> FinishReason | None:
         """Takes the next token; returns why the continuation ends with it, None if it goes on.
@@ -102,6 +102,11 @@ class OutputProcessor:
         if len(self.token_ids) >= self._max_tokens:
             return self._finish("length")
         return None
+
+    def complete(self) -> None:
+        """Ends it as an EOS would: its grammar is at its end. Does nothing if it has ended."""
+        if self.finish_reason is None:
+            self._finish("stop")
 
     def abort(self) -> None:
         """Ends it on behalf of the caller; what it has stays. Does nothing if it has ended."""
@@ -146,7 +151,7 @@ class OutputProcessor:
 
     def _note_time(self, now_s: float) -> None:
         if self._last_token_s is None:
-            self.metrics.ttft_s = now_s - self._arrival_s
+            self.metrics.ttft_s = now_s - self.arrival_s
         else:
             self.metrics.tbt_s.append(now_s - self._last_token_s)
         self._last_token_s = now_s

@@ -6,7 +6,9 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ChatMessage = Mapping[str, object]
@@ -107,6 +109,31 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class TokenMatcher(Protocol):
+    """Where one continuation stands in its grammar. One thread uses it."""
+
+    def allowed_tokens(self) -> np.ndarray:
+        """The tokens that may come next: bit `i % 32` of word `i // 32` for token i, uint32."""
+        ...
+
+    def accept(self, token_id: int) -> str | None:
+        """Takes the token that came; returns why the grammar cannot go on, None if it can."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow but the end."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a text may be (`text.grammar.compile_grammar`). Threads and requests may share it."""
+
+    def start(self) -> TokenMatcher:
+        """A matcher at the beginning."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and how to continue it.
@@ -116,12 +143,14 @@ class Request:
         sampling: None = the defaults of `serve` or `SamplingParams()`.
         request_id: None = numbered by the engine; unique among live requests.
         priority: lower is served first; equal priorities first come, first served.
+        grammar: the text must follow it, and ends where it does; None = free. Not with `min_tokens` or `ignore_eos`.
     """
 
     prompt: Prompt
     sampling: SamplingParams | None = None
     request_id: str | None = None
     priority: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -305,7 +305,7 @@ def test_a_step_that_fails_on_the_device_says_why_and_the_engine_says_so_later(m
     """Its KV was donated to the step that failed: going on would serve garbage."""
     engine = Engine(model, UNIFIED)
 
-    def fail(plan: object) -> None:
+    def fail(plan: object, *, sample: bool) -> None:
         raise MemoryError("out of device memory")
 
     monkeypatch.setattr(engine.runner, "begin", fail)

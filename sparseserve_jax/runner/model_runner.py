@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -113,23 +113,33 @@ class ModelRunner:
         self.layout, self.config, self.params = layout, config, commit(params, device)
         self.huge_page_bytes = kernels.prepare_weights(self.params)
         self.spec = make_spec(config, model, layout, kernels)
-        self._host_pools: tuple[Array, ...] = ()
-        self._staging: Array | None = None
-        if layout.tiered:
-            stored = storage_dtype(jnp.dtype(config.dtype), device.platform)
-            shape = pool_shape(layout, layout.num_blocks)
-            self._host_pools = allocate_host_pools(layout.num_layers, shape, stored, device)
-            self._staging = commit(jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored), device)
-        self._state = commit(allocate_kv_state(layout, config, kernels, device.platform), device)
-        self._staged: tuple[str, int, int] | None = None  # request, layer, tokens that the staging buffer holds
-        self._tables = SequenceTables(layout)
-        self._sequences: dict[str, Sequence] = {}
-        self._calls: dict[tuple[str, int], OpenCall] = {}
+        self._model, self._device = model, device
         self._seq_buckets = buckets.decode_seq_buckets(layout.max_num_seqs, deterministic=config.deterministic)
         self._table_buckets = buckets.table_buckets(layout.max_blocks_per_seq, deterministic=config.deterministic)
         self._token_buckets = buckets.prefill_token_buckets(config.max_num_batched_tokens)
         self._copy_buckets = buckets.copy_buckets(layout.max_blocks_per_seq)
-        self._sampler = TokenSampler(model.vocab_size, model.eos_token_ids, layout.max_num_seqs, device)
+        self._begin_empty()
+
+    def reset(self) -> None:
+        """Begins anew, with empty KV and without requests, after a step that failed half-way."""
+        del self._state, self._host_pools, self._staging  # they go before their successors come
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        layout, device = self.layout, self._device
+        self._host_pools: tuple[Array, ...] = ()
+        self._staging: Array | None = None
+        if layout.tiered:
+            stored = storage_dtype(jnp.dtype(self.config.dtype), device.platform)
+            shape = pool_shape(layout, layout.num_blocks)
+            self._host_pools = allocate_host_pools(layout.num_layers, shape, stored, device)
+            self._staging = commit(jnp.zeros(pool_shape(layout, layout.num_staging_blocks), stored), device)
+        self._state = commit(allocate_kv_state(layout, self.config, self.spec.kernels, device.platform), device)
+        self._staged: tuple[str, int, int] | None = None  # request, layer, tokens that the staging buffer holds
+        self._tables = SequenceTables(layout)
+        self._sequences: dict[str, Sequence] = {}
+        self._calls: dict[tuple[str, int], OpenCall] = {}
+        self._sampler = TokenSampler(self._model.vocab_size, self._model.eos_token_ids, layout.max_num_seqs, device)
         self._loaded: collections.Counter[str] = collections.Counter()  # of the step that is being dispatched
         self._saved: collections.Counter[str] = collections.Counter()
         self._decode_tables: tuple[object, dict[str, Array]] = (None, {})  # of the last batch, and what it depends on
@@ -197,9 +207,10 @@ class ModelRunner:
     def _warm_up_sampler(self, logits: Array) -> None:
         greedy = SamplingParams(temperature=0.0)
         everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0)
-        for params in (greedy, everything):
+        words = np.full(-(-self._model.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        for params, allowed in ((greedy, {}), (everything, {"": words}), (greedy, {"": words})):
             sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=self._tables.padding_row)
-            self._sampler.sample([sequence], logits).fetch()
+            self._sampler.sample([sequence], logits, allowed).fetch()
 
     def _warm_up_transfers(self) -> None:
         layout = self.layout
@@ -219,8 +230,13 @@ class ModelRunner:
         self.run_prefill(step)
         return step.fetch()
 
-    def begin(self, plan: StepPlan) -> RunningStep:
-        """Dispatches a plan up to decode; its prefill work (`run_prefill`) must follow before the next plan."""
+    def begin(self, plan: StepPlan, *, sample: bool = True) -> RunningStep:
+        """Dispatches a plan up to decode; its prefill work (`run_prefill`) must follow before the next plan.
+
+        Args:
+            sample: also the choice of the decoded tokens; else `sample_decoded` follows, when it is known which tokens
+                are allowed.
+        """
         step = RunningStep(plan, self.layout)
         self._loaded, self._saved = step.loaded, step.saved
         for request_id in plan.finished:
@@ -231,15 +247,20 @@ class ModelRunner:
         for grant in plan.grants:
             self._grant(grant)
         step.decoded = self._decode([self._sequences[request_id] for request_id in plan.decode])
-        step.pending = [self._sampler.sample(sequences, outputs.logits) for sequences, outputs in step.decoded]
+        if sample:
+            self.sample_decoded(step)
         return step
 
-    def run_prefill(self, step: RunningStep) -> None:
-        """Dispatches the plan's prefill work and the sampling of first tokens."""
+    def sample_decoded(self, step: RunningStep, allowed: Mapping[str, np.ndarray] | None = None) -> None:
+        """Dispatches the choice of the decoded tokens; `allowed` as in `TokenSampler.sample`."""
+        step.pending = [self._sampler.sample(sequences, outputs.logits, allowed) for sequences, outputs in step.decoded]
+
+    def run_prefill(self, step: RunningStep, allowed: Mapping[str, np.ndarray] | None = None) -> None:
+        """Dispatches the plan's prefill work and the choice of first tokens; `allowed` as in `TokenSampler.sample`."""
         for segment in step.plan.prefill:
             ended = self._prefill(segment)
             if ended is not None:
-                step.pending.append(self._sampler.sample(*ended))
+                step.pending.append(self._sampler.sample(*ended, allowed))
 
     def _finish(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)

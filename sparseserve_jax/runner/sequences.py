@@ -19,6 +19,8 @@ class Sequence:
         num_computed: tokens whose K and V are in the cache, or will be when the device has done what it was given.
         num_generated: tokens sampled so far, likewise. The newest is on the device (`TokenSampler.newest_tokens`).
         has_grant: it holds device slots or dense blocks (tiered).
+        num_resumed: of the prompt's tokens the last that many were generated, before a failed step; `num_generated`
+            begins with them.
     """
 
     request_id: str
@@ -30,6 +32,10 @@ class Sequence:
     num_computed: int = 0
     num_generated: int = 0
     has_grant: bool = False
+    num_resumed: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_generated = max(self.num_generated, self.num_resumed)
 
 
 class SequenceTables:

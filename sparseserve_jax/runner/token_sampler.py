@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +71,26 @@ class TokenSampler:
         self.newest_tokens = commit(jnp.zeros(max_num_seqs + 1, jnp.int32), device)
         self._penalties: PenaltyState | None = None
 
-    def sample(self, sequences: list[Sequence], logits: Array) -> PendingTokens:
-        """Dispatches sampling and counts each sequence's token; rows of `logits` past the sequences are padding."""
+    def sample(
+        self, sequences: list[Sequence], logits: Array, allowed: Mapping[str, np.ndarray] | None = None
+    ) -> PendingTokens:
+        """Dispatches sampling and counts each sequence's token; rows of `logits` past the sequences are padding.
+
+        Args:
+            allowed: by request id the tokens that may come (`SamplingRow.allowed`), for those that are not free.
+        """
+        allowed = allowed or {}
         penalised = [s for s in sequences if uses_penalties(s.sampling)]
         for sequence in penalised:
-            if sequence.num_generated == 0:
+            if sequence.num_generated == sequence.num_resumed:
                 self._enter(sequence)
         rows = [
-            SamplingRow(params=s.sampling, seed=s.seed, position=s.num_generated, penalty_row=s.row) for s in sequences
-        ]
+            SamplingRow(
+                params=s.sampling, seed=s.seed, position=s.num_generated, penalty_row=s.row,
+                allowed=allowed.get(s.request_id),
+            )
+            for s in sequences
+        ]  # fmt: skip
         num_seqs = logits.shape[0]
         batch = build_batch(rows, num_seqs=num_seqs, vocab_size=self._vocab_size, eos_token_ids=self._eos)
         sampled = sample(logits, batch, self._penalties)
@@ -103,7 +115,8 @@ class TokenSampler:
     def _enter(self, sequence: Sequence) -> None:
         if self._penalties is None:
             self._penalties = commit(allocate_penalty_state(self._num_rows, self._vocab_size), self._device)
-        counts = count_tokens(sequence.prompt_token_ids, (), self._vocab_size)
+        prompt, output = np.split(sequence.prompt_token_ids, [len(sequence.prompt_token_ids) - sequence.num_resumed])
+        counts = count_tokens(prompt, output, self._vocab_size)
         self._penalties = set_row(self._penalties, np.int32(sequence.row), *counts)
 
 

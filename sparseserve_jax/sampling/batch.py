@@ -31,12 +31,14 @@ class SamplingRow:
         seed: of `seeds.derive_seed`.
         position: tokens this continuation has generated so far. With `seed`, all that the draw depends on.
         penalty_row: its row of `PenaltyState`; read only if `uses_penalties(params)`.
+        allowed: bits of the tokens that may come (`TokenMatcher.allowed_tokens`); None = all.
     """
 
     params: SamplingParams
     seed: tuple[int, int]
     position: int
     penalty_row: int = PADDING_ROW
+    allowed: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +67,7 @@ class BiasChunk:
 class SamplingBatch:
     """All rows of one call, padded. The default is the all-greedy batch: nothing to send, one argmax."""
 
+    allowed: UInt[Array | np.ndarray, "num_seqs num_words"] | None = None
     random: RandomParams | None = None
     penalties: PenaltyParams | None = None
     bias: tuple[BiasChunk, ...] = ()
@@ -88,6 +91,7 @@ def build_batch(
     assert len(rows) <= num_seqs
     params = [row.params for row in rows]
     return SamplingBatch(
+        allowed=_allowed(rows, num_seqs, vocab_size) if any(row.allowed is not None for row in rows) else None,
         random=_random(rows, num_seqs, vocab_size) if any(map(_is_random, params)) else None,
         penalties=_penalties(rows, num_seqs) if any(map(uses_penalties, params)) else None,
         bias=_bias([_bias_entries(row, eos_token_ids) for row in rows], num_seqs, vocab_size),
@@ -97,6 +101,14 @@ def build_batch(
 
 def _is_random(params: SamplingParams) -> bool:
     return params.temperature >= MIN_TEMPERATURE
+
+
+def _allowed(rows: Sequence[SamplingRow], num_seqs: int, vocab_size: int) -> np.ndarray:
+    words = np.full((num_seqs, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    for index, row in enumerate(rows):
+        if row.allowed is not None:
+            words[index] = row.allowed
+    return words
 
 
 def _random(rows: Sequence[SamplingRow], num_seqs: int, vocab_size: int) -> RandomParams:

@@ -1,13 +1,13 @@
 """The device sampler: logits in, one token a row out.
 
-Order of operations, vLLM's: logit bias and `min_tokens` mask, repetition penalty, presence and frequency penalties,
-[log-probabilities are taken here], temperature, min-p, top-k, top-p, draw.
+Order of operations, vLLM's: mask of a grammar, logit bias and `min_tokens` mask, repetition penalty, presence and
+frequency penalties, [log-probabilities are taken here], temperature, min-p, top-k, top-p, draw.
 
-Each of the five parts is a small program of its own (`add_bias`, `apply_penalties`, `greedy_tokens` or `draw_tokens`,
-`gather_logprobs`), compiled once a batch size and run only if a row needs it: five programs instead of the 32 variants
-of one program with five static switches, and an all-greedy batch pays one argmax. Whatever part another row needs
-leaves a row that does not need it unchanged to the last bit, and draws are keyed by a row's own seed and position, so
-a row's token depends only on its own logits and request.
+Each of the parts is a small program of its own (`keep_allowed`, `add_bias`, `apply_penalties`, `greedy_tokens` or
+`draw_tokens`, `gather_logprobs`), compiled once a batch size and run only if a row needs it: six programs instead of
+the 64 variants of one program with six static switches, and an all-greedy batch pays one argmax. Whatever part another
+row needs leaves a row that does not need it unchanged to the last bit, and draws are keyed by a row's own seed and
+position, so a row's token depends only on its own logits and request.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def sample(
         batch: of `build_batch`, padded to the rows of `logits`; `SamplingBatch()` = all greedy.
         penalty_state: needed where `batch.penalties` is not None; only read (count the tokens with `add_tokens`).
     """
+    if batch.allowed is not None:
+        logits = keep_allowed(logits, batch.allowed)
     for chunk in batch.bias:
         logits = add_bias(logits, chunk)
     if batch.penalties is not None:
@@ -71,6 +73,16 @@ def sample(
     token_ids, ok = greedy_tokens(logits) if batch.random is None else draw_tokens(logits, batch.random)
     logprobs = gather_logprobs(logits, token_ids) if batch.wants_logprobs else None
     return Sampled(token_ids=token_ids, ok=ok, logprobs=logprobs)
+
+
+@jax.jit
+def keep_allowed(
+    logits: Float[Array, "num_seqs vocab"], allowed: UInt[Array | np.ndarray, "num_seqs num_words"]
+) -> Float[Array, "num_seqs vocab"]:
+    """-inf for tokens whose bit (`i % 32` of word `i // 32`) is not set."""
+    token_ids = jnp.arange(logits.shape[1])
+    bits = jnp.asarray(allowed)[:, token_ids // 32] >> (token_ids % 32).astype(jnp.uint32)
+    return jnp.where(bits & 1, logits.astype(jnp.float32), -jnp.inf)
 
 
 @jax.jit
