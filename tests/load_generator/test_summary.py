@@ -44,9 +44,9 @@ def test_figures_by_hand() -> None:
 
 
 def test_requests_under_way() -> None:
-    assert max_in_flight(RECORDS) == 2
-    touching = [record(0, 0.0, 0.0, [1.0]), record(1, 0.0, 1.0, [2.0])]
-    assert max_in_flight(touching) == 1
+    assert max_in_flight(RECORDS) == 1  # the third is sent when the second ends
+    assert max_in_flight([*RECORDS, record(4, 0.0, 4.2, [6.0])]) == 2
+    assert max_in_flight([record(index, 0.0, index * 0.1, [1.0]) for index in range(5)]) == 5
 
 
 def test_goodput_counts_from_both_times() -> None:
