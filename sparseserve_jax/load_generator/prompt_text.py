@@ -23,6 +23,7 @@ against top turned learn point city play toward five using himself usually
 WORDS = tuple(_ENGLISH.split())
 TOLERANCE = 0.005
 MAX_ROUNDS = 6
+SAMPLE_WORDS = 1024
 CHARACTERS_PER_TOKEN = 4.0
 """Of English text; where the server does not count for us."""
 
@@ -34,8 +35,21 @@ def random_words(count: int, seed: str) -> str:
     return "".join(f" {word}" for word in random.Random(seed).choices(WORDS, k=count))
 
 
+async def tokens_per_word(count_tokens: CountTokens | None) -> float:
+    """What a word costs on average; 1 where nobody counts."""
+    if count_tokens is None:
+        return 1.0
+    return max(1, await count_tokens(random_words(SAMPLE_WORDS, "sample"))) / SAMPLE_WORDS
+
+
 async def fitted_text(
-    num_tokens: int, seed: str, *, prefix: str = "", prefix_tokens: int = 0, count_tokens: CountTokens | None = None
+    num_tokens: int,
+    seed: str,
+    *,
+    prefix: str = "",
+    prefix_tokens: int = 0,
+    word_tokens: float = 1.0,
+    count_tokens: CountTokens | None = None,
 ) -> tuple[str, int]:
     """Text that begins with `prefix` and has `num_tokens` tokens, and the number of tokens that it has.
 
@@ -44,23 +58,21 @@ async def fitted_text(
         seed: of the words after the prefix.
         prefix: what it begins with.
         prefix_tokens: about how many tokens that is.
+        word_tokens: about how many a word is.
         count_tokens: counts as the server does; the text is then lengthened or cut until it is within 0.5 % (one
-            token at least). None = a word is taken for a token.
+            token at least). None = `word_tokens` is taken for the truth.
     """
-    words = random_words(max(1, num_tokens - prefix_tokens), seed).split(" ")[1:]
-    text = prefix + "".join(f" {word}" for word in words)
+    num_words = max(1, round((num_tokens - prefix_tokens) / word_tokens))
+    text = prefix + random_words(num_words, seed)
     if count_tokens is None:
-        return text, prefix_tokens + len(words)
+        return text, prefix_tokens + round(num_words * word_tokens)
     found = await count_tokens(text)
     for _ in range(MAX_ROUNDS):
         missing = num_tokens - found
-        if abs(missing) <= max(1, TOLERANCE * num_tokens) or (missing < 0 and len(words) == 1):
+        if abs(missing) <= max(1, TOLERANCE * num_tokens) or (missing < 0 and num_words == 1):
             break
-        if missing > 0:
-            words += random_words(missing, f"{seed}/{len(words)}").split(" ")[1:]
-        else:
-            del words[max(1, len(words) + missing) :]
-        text = prefix + "".join(f" {word}" for word in words)
+        num_words = max(1, num_words + round(missing * text.count(" ") / max(1, found)))
+        text = prefix + random_words(num_words, seed)
         found = await count_tokens(text)
     return text, found
 

@@ -16,7 +16,7 @@ from sparseserve_jax.load_generator.arrivals import ArrivalPattern, arrivals
 from sparseserve_jax.load_generator.client import Endpoint
 from sparseserve_jax.load_generator.lengths import LengthDistribution
 from sparseserve_jax.load_generator.prompt_file import FilePrompt, read_prompt_file
-from sparseserve_jax.load_generator.prompt_text import CountTokens, excerpt, fitted_text, random_words
+from sparseserve_jax.load_generator.prompt_text import CountTokens, excerpt, fitted_text, random_words, tokens_per_word
 from sparseserve_jax.load_generator.records import PlannedRequest
 from sparseserve_jax.load_generator.trace import BLOCK_TOKENS, TraceRow, read_trace
 
@@ -123,7 +123,9 @@ async def make_plan(
         endless = arrivals(pattern, workload.rate_rps, burst_size=workload.burst_size, rng=rng)
         times = list(itertools.islice(endless, len(drafts)))
     places = asyncio.Semaphore(COUNTING_AT_ONCE)
-    block = functools.cache(lambda hash_id: random_words(BLOCK_TOKENS, f"{workload.seed}/block/{hash_id}"))
+    word_tokens = await tokens_per_word(count_tokens)
+    block_words = max(1, round(BLOCK_TOKENS / word_tokens))
+    block = functools.cache(lambda hash_id: random_words(block_words, f"{workload.seed}/block/{hash_id}"))
 
     async def one(index: int, draft: _Draft, arrival_s: float) -> PlannedRequest:
         async with places:
@@ -138,7 +140,7 @@ async def make_plan(
                 prompt, tokens = await fitted_text(
                     draft.input_tokens, f"{workload.seed}/block/{rest[0]}" if rest else seed,
                     prefix="".join(map(block, whole)), prefix_tokens=len(whole) * BLOCK_TOKENS,
-                    count_tokens=count_tokens,
+                    word_tokens=word_tokens, count_tokens=count_tokens,
                 )  # fmt: skip
             body = _body(workload, model, endpoint, prompt, draft.max_tokens)
             return PlannedRequest(

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from sparseserve_jax.load_generator.prompt_text import WORDS, excerpt, fitted_text, random_words
+from sparseserve_jax.load_generator.prompt_text import WORDS, excerpt, fitted_text, random_words, tokens_per_word
 
 
 def counter(tokens_per_word: float) -> Callable[[str], Awaitable[int]]:
@@ -22,19 +22,26 @@ def test_words_are_seeded_and_a_shorter_text_begins_a_longer_one() -> None:
     assert len(set(WORDS)) == len(WORDS) > 200
 
 
-@pytest.mark.parametrize("tokens_per_word", [0.5, 1.0, 1.37, 3.0])
+@pytest.mark.parametrize("word_tokens", [0.5, 1.0, 1.37, 3.0])
 @pytest.mark.parametrize("num_tokens", [1, 10, 1000])
-def test_fits_what_the_server_counts(tokens_per_word: float, num_tokens: int) -> None:
-    text, found = asyncio.run(fitted_text(num_tokens, "s", count_tokens=counter(tokens_per_word)))
-    assert found == round(len(text.split()) * tokens_per_word)
+def test_fits_what_the_server_counts(word_tokens: float, num_tokens: int) -> None:
+    text, found = asyncio.run(fitted_text(num_tokens, "s", count_tokens=counter(word_tokens)))
+    assert found == round(len(text.split()) * word_tokens)
     assert abs(found - num_tokens) <= max(2, 0.005 * num_tokens)
 
 
 def test_fits_behind_a_prefix() -> None:
     prefix = random_words(512, "p")
-    for count_tokens, num_words in ((None, 600), (counter(1.0), 600), (counter(2.0), 513)):
+    for count_tokens, num_words in ((None, 600), (counter(1.0), 600), (counter(0.5), 1200), (counter(2.0), 513)):
         text, _ = asyncio.run(fitted_text(600, "s", prefix=prefix, prefix_tokens=512, count_tokens=count_tokens))
         assert text.startswith(prefix + " ") and len(text.split()) == num_words
+
+
+def test_what_a_word_costs() -> None:
+    assert asyncio.run(tokens_per_word(None)) == 1.0
+    assert asyncio.run(tokens_per_word(counter(1.5))) == 1.5
+    text, found = asyncio.run(fitted_text(600, "s", word_tokens=1.5))
+    assert (len(text.split()), found) == (400, 600)
 
 
 TEXT = " ".join(f"word{index:05}" for index in range(4000))

@@ -74,6 +74,17 @@ def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: Path) -> 
     assert prompts[3][:10] != prompts[0][:10]
 
 
+def test_a_block_of_a_trace_has_its_tokens_whatever_a_word_costs(tmp_path: Path) -> None:
+    async def count(text: str) -> int:
+        return 2 * len(text.split())
+
+    made = make_plan(workload(trace=trace_file(tmp_path)), model="m", endpoint="completions", count_tokens=count)
+    requests = asyncio.run(made)
+    assert [request.input_tokens for request in requests] == [1100, 1200, 600, 100]
+    prompts = [body["prompt"].split() for body in bodies(requests)]
+    assert prompts[0][:512] == prompts[1][:512] and prompts[0][512:522] != prompts[1][512:522]  # 1,024 tokens
+
+
 def test_a_trace_may_come_at_a_rate_of_its_own_and_be_cut(tmp_path: Path) -> None:
     requests = plan(trace=trace_file(tmp_path), num_prompts=2, rate_rps=5.0, arrival="constant", max_input_tokens=512)
     assert [request.arrival_s for request in requests] == [0, 0.2]
