@@ -14,6 +14,7 @@
 | `records.py` | `PlannedRequest` and `RequestRecord` |
 | `summary.py` | percentiles, throughput, goodput, failures by kind |
 | `report.py`, `plot.py` | JSON, the table, the picture |
+| `measurement.py` | all of it in order, for one server |
 | `command.py` | the command line |
 
 Every time is measured twice: from when a request was sent, and from when it should have been. A server that makes its

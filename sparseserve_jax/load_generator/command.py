@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from sparseserve_jax.load_generator.records import PlannedRequest, RequestRecord
-    from sparseserve_jax.load_generator.workload import Workload
-
+ARRIVALS = ("poisson", "constant", "burst", "at-once")
+ENDPOINTS = ("completions", "chat")
 _LENGTH = "N, LOW-HIGH (uniform) or lognormal:MEAN,SIGMA."
 
 
@@ -67,6 +64,7 @@ def bench(
     """Load an OpenAI-compatible server and show what its clients see."""
     _check_packages(png=png_file is not None)
     from sparseserve_jax.load_generator.lengths import parse_lengths
+    from sparseserve_jax.load_generator.measurement import Measurement
     from sparseserve_jax.load_generator.summary import parse_slos
     from sparseserve_jax.load_generator.workload import Workload
 
@@ -76,7 +74,7 @@ def bench(
         trace=trace, time_scale=time_scale, prompts=prompts, max_input_tokens=max_input_len,
         max_output_tokens=max_output_len, ignore_eos=ignore_eos, extra_body=_json_object(extra_body),
     )  # fmt: skip
-    run = _Run(
+    measurement = Measurement(
         url=url, endpoint=_choice("endpoint", endpoint, ENDPOINTS), model=model, api_key=api_key, timeout_s=timeout,
         workload=workload, num_warmups=num_warmups, max_concurrency=max_concurrency,
         slos=parse_slos(goodput) if goodput is not None else {}, show_progress=show_progress and sys.stderr.isatty(),
@@ -84,11 +82,11 @@ def bench(
     for path in (png_file, None if json_file in (None, "-") else Path(json_file or "")):
         if path is not None and not path.parent.is_dir():  # before an hour of measuring, not after
             raise ValueError(f"{path}: its directory does not exist")
-    result, records = asyncio.run(run.measure())
+    result, records = asyncio.run(measurement.run())
     if png_file is not None:
         from sparseserve_jax.load_generator.plot import draw
 
-        draw(records, png_file, f"{result['server']['model']} at {run.url}")
+        draw(records, png_file, f"{result['server']['model']} at {result['settings']['url']}")
     if json_file is not None:
         text = json.dumps(result, indent=1) + "\n"
         if json_file == "-":
@@ -97,133 +95,6 @@ def bench(
             Path(json_file).write_text(text, encoding="utf-8")
     if result["summary"]["completed"] == 0:
         raise typer.Exit(1)
-
-
-ARRIVALS = ("poisson", "constant", "burst", "at-once")
-ENDPOINTS = ("completions", "chat")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
-    """One measurement, from the server's name to the result."""
-
-    url: str
-    endpoint: Any
-    model: str | None
-    api_key: str | None = dataclasses.field(repr=False)
-    timeout_s: float
-    workload: Workload
-    num_warmups: int
-    max_concurrency: int | None
-    slos: dict[str, float]
-    show_progress: bool
-
-    def __post_init__(self) -> None:
-        if self.num_warmups < 0:
-            raise ValueError(f"num_warmups={self.num_warmups} must be at least 0")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ValueError(f"max_concurrency={self.max_concurrency} must be at least 1")
-
-    async def measure(self) -> tuple[dict[str, Any], list[RequestRecord]]:
-        """Plans, warms up, measures; shows the table on stderr. The result is plain data."""
-        import rich.console
-
-        from sparseserve_jax.load_generator.client import OpenAIClient
-        from sparseserve_jax.load_generator.report import remarks, summary_tables, to_json
-        from sparseserve_jax.load_generator.summary import summarize
-
-        console = rich.console.Console(stderr=True)
-        console.width = max(console.width, 100)
-        client = OpenAIClient(self.url, endpoint=self.endpoint, api_key=self.api_key, timeout_s=self.timeout_s)
-        async with client:
-            server = await self._server(client)
-            plan = await self._plan(client, server, self.workload)
-            lengths = "counted by the server" if server["counts_tokens"] else "estimates: it has no /tokenize"
-            console.print(
-                f"{len(plan)} requests ({self.workload.pattern}) to {server['model']} at {client.url}; "
-                f"prompt lengths are {lengths}", markup=False, highlight=False,
-            )  # fmt: skip
-            await self._warm_up(client, server)
-            records = await self._send(client, plan, console)
-        summary = summarize(records, self.slos)
-        for table in summary_tables(summary):
-            console.print(table)
-        for remark in remarks(summary, max_concurrency=self.max_concurrency):
-            console.print(f"note: {remark}", markup=False, highlight=False)
-        return to_json(self._settings(), server, summary, records), records
-
-    async def _server(self, client: Any) -> dict[str, Any]:
-        models = await client.models()
-        names = [model["id"] for model in models]
-        if self.model is not None and self.model not in names:
-            raise ValueError(f"the server has no model {self.model!r}; it has {', '.join(names) or 'none'}")
-        if not names:
-            raise ValueError(f"{client.url} lists no model; give --model")
-        name = self.model or names[0]
-        return {
-            "model": name,
-            "model_entry": models[names.index(name)],
-            "version": await client.optional("/version"),
-            "info": await client.optional("/info"),
-            "counts_tokens": await client.count_tokens("the", name) is not None,
-        }
-
-    async def _plan(self, client: Any, server: dict[str, Any], workload: Workload) -> list[PlannedRequest]:
-        from sparseserve_jax.load_generator.workload import make_plan
-
-        async def count(text: str) -> int:
-            return await client.count_tokens(text, server["model"]) or 0
-
-        try:
-            return await make_plan(
-                workload, model=server["model"], endpoint=self.endpoint,
-                count_tokens=count if server["counts_tokens"] else None,
-            )  # fmt: skip
-        except* (ValueError, OSError) as errors:
-            raise errors.exceptions[0] from errors
-
-    async def _warm_up(self, client: Any, server: dict[str, Any]) -> None:
-        """Requests of other prompts; if none of them is answered, there is nothing to measure."""
-        from sparseserve_jax.load_generator.generator import generate_load
-
-        if not self.num_warmups:
-            return
-        workload = dataclasses.replace(
-            self.workload, num_prompts=self.num_warmups, seed=~self.workload.seed, arrival="at-once", rate_rps=None
-        )
-        plan = await self._plan(client, server, workload)
-        records = await generate_load(plan, client, max_concurrency=self.max_concurrency)
-        if not any(record.ok for record in records):
-            raise ValueError(f"no warm-up request was answered: {records[0].status}, {records[0].error}")
-
-    async def _send(self, client: Any, plan: list[PlannedRequest], console: Any) -> list[RequestRecord]:
-        import rich.progress
-
-        from sparseserve_jax.load_generator.generator import generate_load
-
-        columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[failed]} failed")
-        with rich.progress.Progress(
-            *columns, console=console, disable=not self.show_progress, transient=True, refresh_per_second=2
-        ) as progress:
-            task = progress.add_task("requests", total=len(plan), failed=0)
-            failed = 0
-
-            def note(record: RequestRecord) -> None:
-                nonlocal failed
-                failed += not record.ok
-                progress.update(task, advance=1, failed=failed)
-
-            return await generate_load(plan, client, max_concurrency=self.max_concurrency, on_done=note)
-
-    def _settings(self) -> dict[str, Any]:
-        workload = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self.workload).items()
-        }
-        return {
-            "url": self.url, "endpoint": self.endpoint, "timeout_s": self.timeout_s, "num_warmups": self.num_warmups,
-            "max_concurrency": self.max_concurrency, "slos_s": self.slos, "pattern": self.workload.pattern, **workload,
-        }  # fmt: skip
 
 
 def _check_packages(*, png: bool) -> None:

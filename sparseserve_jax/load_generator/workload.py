@@ -147,12 +147,8 @@ async def make_plan(
                 index=index, arrival_s=arrival_s, body=body, input_tokens=tokens, max_tokens=draft.max_tokens
             )
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(one(index, draft, arrival_s))
-            for index, (draft, arrival_s) in enumerate(zip(drafts, times, strict=True))
-        ]
-    return [task.result() for task in tasks]
+    made = (one(index, draft, at_s) for index, (draft, at_s) in enumerate(zip(drafts, times, strict=True)))
+    return list(await asyncio.gather(*made))
 
 
 def _drafts(workload: Workload, rows: list[TraceRow] | None) -> tuple[list[_Draft], str | None]:

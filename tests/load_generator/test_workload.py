@@ -102,6 +102,13 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert bodies(plan("chat", prompts=path))[0]["messages"] == [{"role": "system", "content": "x"}]
 
 
+def test_messages_are_for_chat(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": []}\n{"messages": []}\n')
+    with pytest.raises(ValueError, match="give --endpoint chat"):
+        plan(prompts=path)
+
+
 def test_a_text_file(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("Some text. " * 100)
