@@ -22,7 +22,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import jax
 import numpy as np
 import rich.console
 import rich.table
@@ -30,9 +29,7 @@ import typer
 
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
-from sparseserve_jax.plan import Admission, PrefillItem, PrefillSegment, StepPlan
 from sparseserve_jax.request import Request, SamplingParams
-from sparseserve_jax.runner.sequences import Sequence
 from sparseserve_jax.text.tokenizer import Tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -101,28 +98,11 @@ def answer_nll(engine: Engine, item: Answered) -> float:
 
     All of the prompt but its last token is prefilled; that one and the answer's go in by decode steps, as when serving.
     """
-    given = [item.prompt[-1], *item.answer[:-1]]
-    rows = forced_logits(engine, item.prompt[:-1], given)
-    total = sum(-float(jax.nn.log_softmax(row)[following]) for row, following in zip(rows, item.answer, strict=True))
-    return total / len(item.answer)
-
-
-def forced_logits(engine: Engine, prompt: list[int], tokens: list[int]) -> Iterator[np.ndarray]:
-    """Logits `[vocab]` of one decode step for each of `tokens`, which it is given, after a prefill of the prompt."""
-    runner, layout = engine.runner, engine.layout
-    runner.add_sequence(Sequence("forced", np.asarray(prompt, np.int32), SamplingParams(temperature=0), (0, 0)))
-    blocks = tuple(range(1, 1 + layout.blocks_for(len(prompt) + len(tokens))))
-    runner.execute(StepPlan(step=0, admissions=(Admission(request_id="forced", row=0, block_ids=blocks),)))
-    chunk = engine.config.max_num_batched_tokens
-    for start in range(0, len(prompt), chunk):
-        items = (PrefillItem(request_id="forced", start=start, end=min(start + chunk, len(prompt))),)
-        segment = PrefillSegment(items=items, layer_start=0, layer_end=layout.num_layers)
-        runner.execute(StepPlan(step=0, prefill=(segment,)))
-    for token in tokens:
-        runner.force_token("forced", token)
-        running = runner.begin(StepPlan(step=0, decode=("forced",)))
-        yield np.asarray(running.decoded[0][1].logits[0])
-    runner.execute(StepPlan(step=0, finished=("forced",)))
+    forced = (item.prompt[-1], *item.answer)
+    sampling = SamplingParams(temperature=0, max_tokens=len(forced), forced_token_ids=forced, logprobs=0)
+    logprobs = engine.generate([Request(prompt=item.prompt[:-1], sampling=sampling)])[0].logprobs
+    assert logprobs is not None
+    return -sum(candidates[0].logprob for candidates in logprobs[1:]) / len(item.answer)
 
 
 def answered_prompts(

@@ -72,6 +72,23 @@ def parse_bytes(text: str) -> int:
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
+def parse_decode_settings(text: str) -> tuple[tuple[int | None, Any], ...]:
+    """`512:cuboid-mean,dense:mean` as `EngineConfig.extra_decode_settings`; nothing = none.
+
+    Raises:
+        ValueError: not of this form (which methods there are, `EngineConfig` knows).
+    """
+    settings = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        budget, colon, method = part.partition(":")
+        if not colon or not (budget == "dense" or budget.isdecimal()):
+            raise ValueError(
+                f"--extra-decode-settings: {part!r} is not BUDGET:METHOD; give such as 512:cuboid-mean,dense:mean"
+            )
+        settings.append((None if budget == "dense" else int(budget), method))
+    return tuple(settings)
+
+
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replaces a command's parameter `config` by one option for each field of `EngineConfig`.
 
@@ -120,7 +137,7 @@ def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
     if isinstance(field.default, bool):
         kind, default = bool, typer.Option(field.default, f"{flag}/--no-{flag[2:]}", **info)
     else:
-        shown = None if field.default is None else str(field.default)
+        shown = None if field.default is None else "" if field.default == () else str(field.default)
         kind = str | None if shown is None else str
         default = typer.Option(shown, flag, metavar=_metavar(field.name), **info)
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -156,6 +173,8 @@ def _metavar(name: str) -> str:
         return "SIZE"
     if name == "sparse_budget_tokens":
         return "INTEGER|dense"
+    if name == "extra_decode_settings":
+        return "BUDGET:METHOD,..."
     number = next((part for part in choices or (kind,) if part in (int, float)), None)
     return {int: "INTEGER", float: "FLOAT", None: "TEXT"}[number]
 
@@ -166,6 +185,8 @@ def _parse(name: str, value: Any) -> Any:
         return value
     if name == "sparse_budget_tokens" and value in ("dense", "none"):
         return None
+    if name == "extra_decode_settings":
+        return parse_decode_settings(value)
     kind = _field_types()[name]
     parts = typing.get_args(kind) or (kind,)
     flag = "--" + name.replace("_", "-")

@@ -21,6 +21,23 @@ Implementation = Literal["auto", "pallas", "cpu", "reference"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSetting:
+    """How much of its context a decode step attends to, and by which digests it chooses; `str` is `512:cuboid-mean`.
+
+    Attributes:
+        sparse_budget_tokens: None = everything; `selection` then says nothing.
+    """
+
+    sparse_budget_tokens: int | None
+    selection: SelectionMethod
+
+    def __str__(self) -> str:
+        if self.sparse_budget_tokens is None:
+            return "dense"
+        return f"{self.sparse_budget_tokens}:{self.selection}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that shapes an engine. `sparseserve info` prints what is in force.
 
@@ -34,6 +51,9 @@ class EngineConfig:
         sparse_budget_tokens: tokens a decode step may attend to per layer and head; None = dense.
             A multiple of `block_size`. A context no longer than this is attended to densely.
         selection: block digest and score (paper section 2; ArkVale cuboid-mean, Quest, mean).
+        extra_decode_settings: pairs (budget in tokens or None = dense, selection) that a request may choose instead of
+            `sparse_budget_tokens` and `selection`. Every further method costs digests of its own. With kv_tiers
+            "tiered" no budget above `sparse_budget_tokens`.
         selection_granularity: one selection per KV head (all its query heads share it) or one per query head.
         num_dense_layers: the first layers that attend to everything also when a budget is set.
         num_sink_blocks: oldest blocks that are always selected, inside the budget (at least 0).
@@ -68,6 +88,7 @@ class EngineConfig:
     block_size: int = 32
     sparse_budget_tokens: int | None = 2048
     selection: SelectionMethod = "cuboid-mean"
+    extra_decode_settings: tuple[tuple[int | None, SelectionMethod], ...] = ()
     selection_granularity: SelectionGranularity = "kv_head"
     num_dense_layers: int = 2
     num_sink_blocks: int = 1
@@ -156,14 +177,59 @@ class EngineConfig:
         if self.kv_tiers == "unified" and self.host_kv_bytes is not None:
             raise ValueError("host_kv_bytes needs kv_tiers='tiered'; the unified mode has one pool (device_kv_bytes)")
         if self.sparse_budget_tokens is not None:
-            _integer("sparse_budget_tokens", self.sparse_budget_tokens)
-            smallest = (self.num_sink_blocks + self.num_newest_blocks + 1) * self.block_size
-            if self.sparse_budget_tokens % self.block_size or self.sparse_budget_tokens < smallest:
+            self._check_budget("sparse_budget_tokens", self.sparse_budget_tokens)
+        object.__setattr__(self, "extra_decode_settings", self._checked_settings())
+
+    def _check_budget(self, name: str, budget_tokens: object) -> None:
+        _integer(name, budget_tokens)
+        assert isinstance(budget_tokens, int)
+        smallest = (self.num_sink_blocks + self.num_newest_blocks + 1) * self.block_size
+        if budget_tokens % self.block_size or budget_tokens < smallest:
+            raise ValueError(
+                f"{name}={budget_tokens} must be a multiple of block_size={self.block_size} and at least {smallest} "
+                "(sink, newest and one chosen block); use None for dense attention"
+            )
+
+    def _checked_settings(self) -> tuple[tuple[int | None, SelectionMethod], ...]:
+        """`extra_decode_settings` as a tuple of tuples."""
+        name, settings, own = "extra_decode_settings", self.extra_decode_settings, self.sparse_budget_tokens
+        if not isinstance(settings, (tuple, list)) or not all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in settings
+        ):
+            raise ValueError(
+                f"{name}={settings!r} must be a tuple of (budget in tokens or None, selection), such as "
+                "((512, 'cuboid-mean'), (None, 'cuboid-mean'))"
+            )
+        for budget, selection in settings:
+            _one_of(f"selection of {name}", selection, SELECTION_METHODS)
+            if budget is not None:
+                self._check_budget(f"budget of {name}", budget)
+                if own is None:
+                    raise ValueError(
+                        f"{name} has a budget of {budget} tokens, but sparse_budget_tokens=None keeps no digests; give "
+                        "sparse_budget_tokens a budget, and (None, ...) as an extra setting for dense attention"
+                    )
+            if self.kv_tiers == "tiered" and own is not None and (budget is None or budget > own):
                 raise ValueError(
-                    f"sparse_budget_tokens={self.sparse_budget_tokens} must be a multiple of block_size="
-                    f"{self.block_size} and at least {smallest} (sink, newest and one chosen block); use None for "
-                    "dense attention"
+                    f"{name} has {'dense attention' if budget is None else f'a budget of {budget} tokens'}, but with "
+                    f"kv_tiers='tiered' device room is planned for sparse_budget_tokens={own}; raise that, or use "
+                    "kv_tiers='unified'"
                 )
+        return tuple((budget, selection) for budget, selection in settings)
+
+    @property
+    def decode_settings(self) -> tuple[DecodeSetting, ...]:
+        """What a request may choose, each once: the engine's own first, then `extra_decode_settings`."""
+        settings = [DecodeSetting(sparse_budget_tokens=self.sparse_budget_tokens, selection=self.selection)]
+        for budget, selection in self.extra_decode_settings:
+            method = self.selection if budget is None else selection  # every dense setting is the same
+            settings.append(DecodeSetting(sparse_budget_tokens=budget, selection=method))
+        return tuple(dict.fromkeys(settings))
+
+    @property
+    def digest_methods(self) -> tuple[SelectionMethod, ...]:
+        """Methods whose digests are kept, the engine's own first."""
+        return tuple(dict.fromkeys(setting.selection for setting in self.decode_settings))
 
     @property
     def sparse_budget_blocks(self) -> int | None:

@@ -20,7 +20,7 @@ from pallas_kernels.api import get_kernels
 from sparseserve_jax.cache.layout import plan_layout
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.compilation_cache import use_compilation_cache
-from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.config import DecodeSetting, EngineConfig
 from sparseserve_jax.info import EngineInfo, describe_engine
 from sparseserve_jax.models.rope import max_supported_len
 from sparseserve_jax.models.weights import load_params
@@ -36,7 +36,7 @@ from sparseserve_jax.scheduler.scheduler import Scheduler
 from sparseserve_jax.text.chat_template import ChatTemplate, ChatTemplateError
 from sparseserve_jax.text.detokenizer import IncrementalDetokenizer
 from sparseserve_jax.text.tokenizer import Tokenizer
-from sparseserve_jax.validation import RequestError, validate_request
+from sparseserve_jax.validation import RequestError, choose_decode_setting, validate_request
 
 logger = logging.getLogger("sparseserve")
 
@@ -88,8 +88,9 @@ class Engine:
             available_device_bytes=int(MEMORY_SHARE * free_device),
             available_host_bytes=int(MEMORY_SHARE * free_host),
         )
+        budgets = [setting.sparse_budget_tokens or 0 for setting in config.decode_settings]
         kernels.require_sizes(
-            budget_blocks=config.sparse_budget_blocks or 0, max_blocks=self.layout.max_blocks_per_seq,
+            budget_blocks=max(budgets) // config.block_size, max_blocks=self.layout.max_blocks_per_seq,
             num_selected=self.layout.selection_blocks,
             num_slots=self.layout.max_grant_slots if self.layout.tiered else 0,
         )  # fmt: skip
@@ -152,7 +153,8 @@ class Engine:
             token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
         )
         assert params.max_tokens is not None
-        prepared = PreparedRequest(request, text, np.asarray(token_ids, np.int32), params)
+        setting = choose_decode_setting(self.config, request.sparse_budget_tokens, request.selection)
+        prepared = PreparedRequest(request, text, np.asarray(token_ids, np.int32), params, setting)
         try:
             self.scheduler.check(prepared.to_schedule("", 0.0))
         except ValueError as error:
@@ -420,7 +422,9 @@ class Engine:
         processor = self._processors[child]
         generated = processor.token_ids
         token_ids = np.concatenate([prepared.token_ids, np.asarray(generated, np.int32)])
-        self.runner.add_sequence(RunnerSequence(child, token_ids, prepared.sampling, seed, num_resumed=len(generated)))
+        self.runner.add_sequence(
+            RunnerSequence(child, token_ids, prepared.sampling, seed, prepared.setting, num_resumed=len(generated))
+        )
         self.scheduler.add_request(prepared.to_schedule(child, processor.arrival_s, num_generated=len(generated)))
 
     def _new_id(self) -> str:
@@ -522,6 +526,7 @@ class PreparedRequest:
     text: str | None
     token_ids: np.ndarray
     sampling: SamplingParams
+    setting: DecodeSetting
 
     def to_schedule(self, child: str, arrival_s: float, num_generated: int = 0) -> SchedulerRequest:
         """The scheduler's view of one of its continuations, whose first tokens may have been generated before."""

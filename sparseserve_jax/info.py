@@ -65,8 +65,12 @@ class EngineInfo:
         return (
             f"budget {c.sparse_budget_tokens} tokens = {c.sparse_budget_blocks} blocks of {kv.block_size}, "
             f"{c.selection} per {c.selection_granularity.replace('_', ' ')}, {c.num_sink_blocks} sink + "
-            f"{c.num_newest_blocks} newest; dense layers: {kv.num_dense_layers} of {kv.num_layers}"
+            f"{c.num_newest_blocks} newest; dense layers: {kv.num_dense_layers} of {kv.num_layers}{self._extra()}"
         )
+
+    def _extra(self) -> str:
+        _, *others = self.config.decode_settings
+        return f"; a request may choose {', '.join(map(str, others))}" if others else ""
 
     def _prefill(self) -> str:
         c = self.config

@@ -27,8 +27,8 @@ class OutputProcessor:
 
     A continuation ends with reason "stop" at an EOS id (unless `ignore_eos`), a stop token or the completion of a stop
     string, else with "length" at `max_tokens`. The token that ends it is counted and kept in `token_ids`; an EOS or
-    stop token leaves no text. Like in vLLM, neither ids nor text of the first `min_tokens` tokens can stop it, and
-    `stop_reason` is the stop token or string, None for EOS.
+    stop token leaves no text. Like in vLLM, neither ids nor text of the first `min_tokens` tokens can stop it, nor of
+    forced ones, and `stop_reason` is the stop token or string, None for EOS.
 
     Text is the same however often it is taken: all deltas in a row are the text.
 
@@ -59,6 +59,7 @@ class OutputProcessor:
         self.error: str | None = None
         self._prompt, self._prompt_token_ids = prompt, list(prompt_token_ids)
         self._max_tokens = sampling.max_tokens
+        self._num_unstoppable = max(sampling.min_tokens, len(sampling.forced_token_ids))
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._detokenizer = detokenizer
@@ -92,7 +93,7 @@ class OutputProcessor:
         self.token_ids.append(token_id)
         if self._logprobs is not None:
             self._logprobs.append(logprobs or [])
-        may_stop = len(self.token_ids) > self.sampling.min_tokens
+        may_stop = len(self.token_ids) > self._num_unstoppable
         if may_stop and token_id in self._eos_token_ids:
             return self._finish("stop")
         if may_stop and token_id in self._stop_token_ids:
@@ -168,7 +169,7 @@ class OutputProcessor:
     def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> FinishReason:
         """Releases held text: first half a character (which may itself complete a stop string), then near-matches."""
         if self._stop.matched is None:
-            completes = self._add_text(self._detokenizer.finish(), len(self.token_ids) > self.sampling.min_tokens)
+            completes = self._add_text(self._detokenizer.finish(), len(self.token_ids) > self._num_unstoppable)
             if completes and reason in ("stop", "length"):
                 reason, stop_reason = "stop", self._stop.matched
             self._new_pieces.append(self._stop.flush())

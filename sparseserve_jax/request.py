@@ -10,8 +10,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from sparseserve_jax.config import SelectionMethod
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 ChatMessage = Mapping[str, object]
+SparseBudget = int | None | Literal["default"]
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 MAX_LOGPROBS = 20
@@ -42,6 +45,9 @@ class SamplingParams:
         max_tokens: at most this many tokens; None = up to max_model_len.
         min_tokens: EOS and stop tokens are not sampled before this many.
         ignore_eos: EOS does not end it (the tokens are kept like any other).
+        forced_token_ids: the first tokens, given instead of sampled (teacher forcing). With `logprobs` each has its
+            log-probability and rank like a sampled one. Nothing ends the continuation within them: neither EOS nor
+            stop tokens or strings; they count towards `max_tokens`, which must leave room for all of them.
         logprobs: None = none; k = the chosen token's and the k best.
         logit_bias: token id -> number added to its logit, in [-100, 100].
         skip_special_tokens: special tokens leave no text.
@@ -62,6 +68,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    forced_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     skip_special_tokens: bool = True
@@ -102,6 +109,13 @@ class SamplingParams:
         ids = _items("stop_token_ids", self.stop_token_ids, MAX_TOKENS_NAMED)
         keep("stop_token_ids", tuple(_integer("stop_token_ids", token, 0, None) for token in ids))
         keep("logit_bias", _biases(self.logit_bias))
+        forced = _items("forced_token_ids", self.forced_token_ids, None)
+        keep("forced_token_ids", tuple(_integer("forced_token_ids", token, 0, None) for token in forced))
+        if self.max_tokens is not None and len(self.forced_token_ids) > self.max_tokens:
+            raise ValueError(
+                f"forced_token_ids has {len(self.forced_token_ids)} entries, but max_tokens={self.max_tokens} ends the "
+                "continuation before; raise max_tokens, or None for all that the model's length leaves"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -144,6 +158,9 @@ class Request:
         request_id: None = numbered by the engine; unique among live requests.
         priority: lower is served first; equal priorities first come, first served.
         grammar: the text must follow it, and ends where it does; None = free. Not with `min_tokens` or `ignore_eos`.
+        sparse_budget_tokens: tokens a decode step of this request may attend to, None = all; "default" = the engine's.
+        selection: how it chooses them; None = the engine's way. Budget and selection together must be the engine's own
+            or among its `extra_decode_settings`.
     """
 
     prompt: Prompt
@@ -151,6 +168,8 @@ class Request:
     request_id: str | None = None
     priority: int = 0
     grammar: Grammar | None = None
+    sparse_budget_tokens: SparseBudget = "default"
+    selection: SelectionMethod | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,13 +266,13 @@ def _integer(name: str, value: object, low: int, high: int | None) -> int:
     raise ValueError(f"{name}={short_repr(value)} must be an integer, {bounds}")
 
 
-def _items(name: str, value: object, at_most: int) -> tuple[object, ...]:
+def _items(name: str, value: object, at_most: int | None) -> tuple[object, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name}={short_repr(value)} must be a list")
     items = tuple(value)
-    if len(items) > at_most:
+    if at_most is not None and len(items) > at_most:
         raise ValueError(f"{name} has {len(items)} entries; at most {at_most} are allowed")
     return items
 

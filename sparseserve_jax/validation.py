@@ -6,6 +6,7 @@ import dataclasses
 import numbers
 from collections.abc import Sequence
 
+from sparseserve_jax.config import SELECTION_METHODS, DecodeSetting, EngineConfig
 from sparseserve_jax.request import SamplingParams, short_repr
 
 
@@ -35,8 +36,8 @@ def validate_request(
     """
     _check_prompt(prompt_token_ids, vocab_size)
     num_prompt_tokens = len(prompt_token_ids)
-    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in token_ids:
+    for name in ("stop_token_ids", "logit_bias", "forced_token_ids"):
+        for token in getattr(params, name):
             if token >= vocab_size:
                 raise RequestError(
                     f"{name} names token id {short_repr(token)}; ids must be below vocab_size={vocab_size}", name
@@ -49,12 +50,17 @@ def validate_request(
             "prompt",
         )
     if params.max_tokens is None:
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={short_repr(params.min_tokens)} with a prompt of {num_prompt_tokens} tokens is over "
-                f"the limit max_model_len={max_model_len}; lower min_tokens to at most {room} or shorten the prompt",
-                "min_tokens",
-            )
+        num_forced = len(params.forced_token_ids)
+        for name, least, given in (
+            ("min_tokens", params.min_tokens, f"min_tokens={short_repr(params.min_tokens)}"),
+            ("forced_token_ids", num_forced, f"forced_token_ids of {num_forced} tokens"),
+        ):
+            if least > room:
+                raise RequestError(
+                    f"{given} with a prompt of {num_prompt_tokens} tokens is over the limit "
+                    f"max_model_len={max_model_len}; lower {name} to at most {room} or shorten the prompt",
+                    name,
+                )
         return dataclasses.replace(params, max_tokens=room)
     if params.max_tokens > room:
         raise RequestError(
@@ -64,6 +70,30 @@ def validate_request(
             "max_tokens",
         )
     return params
+
+
+def choose_decode_setting(config: EngineConfig, sparse_budget_tokens: object, selection: object) -> DecodeSetting:
+    """The setting that a request's `sparse_budget_tokens` and `selection` name.
+
+    Raises:
+        RequestError: the engine does not have it; lists those that it has.
+    """
+    wanted_budget = config.sparse_budget_tokens if sparse_budget_tokens == "default" else sparse_budget_tokens
+    wanted_selection = config.selection if selection is None else selection
+    for setting in config.decode_settings:
+        budget = setting.sparse_budget_tokens
+        if budget is None and wanted_budget is None:
+            if wanted_selection in SELECTION_METHODS:
+                return setting
+        elif type(wanted_budget) is int and (wanted_budget, wanted_selection) == (budget, setting.selection):
+            return setting
+    allowed = ", ".join(map(str, config.decode_settings))
+    raise RequestError(
+        f"sparse_budget_tokens={short_repr(sparse_budget_tokens)} with selection={short_repr(selection)} is not among "
+        f"the decode settings of this engine; it has {allowed} (the first is the default). Choose one of them, or "
+        "start the engine with extra_decode_settings",
+        "selection" if sparse_budget_tokens == "default" else "sparse_budget_tokens",
+    )
 
 
 def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:

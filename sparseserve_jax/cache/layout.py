@@ -128,7 +128,11 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
     return _Sizes(
         piece_bytes=piece_bytes,
         layer_block_bytes=shape.num_kv_heads * piece_bytes,
-        layer_digest_bytes=shape.num_kv_heads * 2 * shape.head_dim * DTYPE_BYTES[config.dtype],
+        layer_digest_bytes=len(config.digest_methods)
+        * shape.num_kv_heads
+        * 2
+        * shape.head_dim
+        * DTYPE_BYTES[config.dtype],
         num_dense_layers=dense,
         num_sparse_layers=shape.num_layers - dense,
         selection_blocks=0 if budget is None or dense == shape.num_layers else min(budget * group, max_blocks),

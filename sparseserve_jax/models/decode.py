@@ -75,7 +75,7 @@ def decode_step(
     config, layout = spec.model, spec.layout
     hidden = embed(params, inputs.newest_tokens[inputs.rows])
     cos, sin = rope_cos_sin(jnp.maximum(inputs.positions, 0), *rope_frequencies(config))
-    layers = _split(state, layout.num_dense_layers)
+    layers = _split(state, spec)
     stats = jnp.zeros((hidden.shape[0], 5), jnp.int32)
     recorded = []
     for index, layer in enumerate(layers):
@@ -94,7 +94,7 @@ def decode_step(
             recorded.append(selected)
     logits = unembed(config, params, hidden, kernels=spec.kernels)
     selected = jnp.stack(recorded) if spec.record_selection and recorded else None
-    return _join(layers), DecodeOutputs(logits=logits, stats=stats, selected=selected)
+    return _join(layers, state, spec), DecodeOutputs(logits=logits, stats=stats, selected=selected)
 
 
 def _attend_dense(
@@ -160,7 +160,7 @@ def _select(spec: StepSpec, inputs: DecodeInputs, digests: Array, q: Array) -> t
     if not spec.per_query_head:
         return selected, None
     return spec.kernels.union_over_group(
-        selected, num_kv_heads=num_kv_heads, max_blocks=max_blocks, num_union=spec.layout.selection_blocks
+        selected, num_kv_heads=num_kv_heads, max_blocks=max_blocks, num_union=spec.selection_blocks
     )
 
 
@@ -214,21 +214,24 @@ def _valid_tokens(logical: Array, inputs: DecodeInputs, spec: StepSpec) -> Array
     return jnp.clip(inputs.positions[:, None, None] + 1 - logical * block_size, 0, block_size)
 
 
-def _split(state: KVState, num_dense_layers: int) -> list[_Layer]:
+def _split(state: KVState, spec: StepSpec) -> list[_Layer]:
     scales = state.scales or (None,) * len(state.pools)
     layers = [_Layer(pool=pool, scales=scale) for pool, scale in zip(state.pools, scales, strict=True)]
-    for index, layer in enumerate(layers[num_dense_layers:]):
-        layer.digests = state.digests[index]
+    for index, layer in enumerate(layers[spec.layout.num_dense_layers :]):
+        layer.digests = state.digests[spec.first_digest + index]
         layer.last_selected = state.last_selected[index]
         layer.resident = state.resident[index] if state.resident else None
     return layers
 
 
-def _join(layers: list[_Layer]) -> KVState:
+def _join(layers: list[_Layer], state: KVState, spec: StepSpec) -> KVState:
+    """The state with the arrays of all layers; digests by other methods stay what they are."""
+    renewed = tuple(layer.digests for layer in layers if layer.digests is not None)
+    first = spec.first_digest
     return KVState(
         pools=tuple(layer.pool for layer in layers),
         scales=tuple(layer.scales for layer in layers if layer.scales is not None),
-        digests=tuple(layer.digests for layer in layers if layer.digests is not None),
+        digests=(*state.digests[:first], *renewed, *state.digests[first + len(renewed) :]),
         resident=tuple(layer.resident for layer in layers if layer.resident is not None),
         last_selected=tuple(layer.last_selected for layer in layers if layer.last_selected is not None),
     )

@@ -64,19 +64,19 @@ def prefill_layer(
     hidden: Float[Array, "num_tokens hidden"],
     rope: tuple[Float[Array, "num_tokens head_dim"], Float[Array, "num_tokens head_dim"]],
     pool: Num[Array, "num_blocks num_kv_heads 2 block_size head_dim"],
-    digests: Num[Array, "num_digests num_kv_heads 2 head_dim"] | None,
+    digests: tuple[Num[Array, "num_digests num_kv_heads 2 head_dim"], ...],
     scales: Float32[Array, "num_blocks num_kv_heads 2"] | None,
     call: PrefillCall,
     *,
     spec: StepSpec,
     single_prompt: bool,
     sparse: bool = False,
-) -> tuple[Array, Array, Array | None, Array | None, Num[Array, "num_runs num_kv_heads 2 block_size head_dim"]]:
+) -> tuple[Array, Array, tuple[Array, ...], Array | None, Num[Array, "num_runs num_kv_heads 2 block_size head_dim"]]:
     """Runs one layer over the call's tokens.
 
     Args:
         rope: cosines and sines of `begin_prefill`, the same for every layer.
-        digests: the layer's digests, or None for a dense layer.
+        digests: the layer's digests by each of `spec.digest_methods`; none for a dense layer.
         scales: those of an int8 pool, or None.
         single_prompt: the call holds one prompt, so attention may use larger tiles.
         sparse: queries attend to the key tiles that `select_key_tiles` keeps, by `spec.prefill_sparsity`.
@@ -88,12 +88,16 @@ def prefill_layer(
     num_tokens = hidden.shape[0]
     merge = 1 if not single_prompt else max(m for m in (1, 2, 4) if num_tokens % (m * PREFILL_TILE) == 0)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array | None, Array | None, Array]]:
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, tuple[Array, ...], Array | None, Array]]:
         blocks = kernels.make_blocks(k, v, call.block_tokens, block_size=block_size)
         stored = to_storage(blocks, pool.dtype) if scales is None else blocks
-        new_pool, new_digests, new_scales = kernels.append_blocks(
-            pool, digests, stored, call.pool_ids, call.block_tokens, call.digest_ids, scales, method=spec.selection
-        )
+        new_pool, new_scales, new_digests = pool, scales, []
+        # Of a second method only the digests are new: the blocks are written once more as they are.
+        for method, old in zip(spec.digest_methods, digests or (None,), strict=False):
+            new_pool, new, new_scales = kernels.append_blocks(
+                new_pool, old, stored, call.pool_ids, call.block_tokens, call.digest_ids, new_scales, method=method
+            )
+            new_digests.append(new)
         where = (q, new_pool, call.block_tables, call.tile_prompt, call.tile_start, call.tile_tokens)
         tile_mask = None
         if sparse:
@@ -102,7 +106,7 @@ def prefill_layer(
                 kv_scales=new_scales,
             )  # fmt: skip
         out = kernels.prefill_attention(*where, tile_mask, scale=spec.scale, merge_tiles=merge, kv_scales=new_scales)
-        return out, (new_pool, new_digests, new_scales, stored)
+        return out, (new_pool, tuple(new_digests) if digests else (), new_scales, stored)
 
     hidden, (pool, digests, scales, blocks) = run_layer(
         config, spec.dtype, layer_params, hidden, *rope, attend, kernels=kernels

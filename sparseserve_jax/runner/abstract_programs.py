@@ -93,7 +93,7 @@ class AbstractRunner:
         hidden = jax.ShapeDtypeStruct((num_tokens, self.spec.model.hidden_size), jnp.float32)
         staging = jax.ShapeDtypeStruct(pool_shape(layout, layout.num_staging_blocks), self._stored)
         pool = staging if layout.tiered else self.state.pools[-1]
-        digests = self.state.digests[-1] if self.state.digests else None
+        digests = self.state.digests[-1:]
         scales = self.state.scales[-1] if self.state.scales else None
         angles = jax.ShapeDtypeStruct((num_tokens, layout.head_dim), jnp.float32)
         hidden, rope, pool = abstract((hidden, (angles, angles), pool))

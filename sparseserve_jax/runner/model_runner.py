@@ -24,7 +24,7 @@ from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
-from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
+from sparseserve_jax.models.kv_state import StepSpec, allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.prefill import begin_prefill, prefill_layer, prefill_logits
 from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, StepPlan
 from sparseserve_jax.request import SamplingParams
@@ -112,7 +112,10 @@ class ModelRunner:
     ) -> None:
         self.layout, self.config, self.params = layout, config, commit(params, device)
         self.huge_page_bytes = kernels.prepare_weights(self.params)
-        self.spec = make_spec(config, model, layout, kernels)
+        self._specs = {
+            setting: make_spec(config, model, layout, kernels, setting) for setting in config.decode_settings
+        }
+        self.spec = self._specs[config.decode_settings[0]]
         self._model, self._device = model, device
         self._seq_buckets = buckets.decode_seq_buckets(layout.max_num_seqs, deterministic=config.deterministic)
         self._table_buckets = buckets.table_buckets(layout.max_blocks_per_seq, deterministic=config.deterministic)
@@ -142,17 +145,14 @@ class ModelRunner:
         self._sampler = TokenSampler(self._model.vocab_size, self._model.eos_token_ids, layout.max_num_seqs, device)
         self._loaded: collections.Counter[str] = collections.Counter()  # of the step that is being dispatched
         self._saved: collections.Counter[str] = collections.Counter()
-        self._decode_tables: tuple[object, dict[str, Array]] = (None, {})  # of the last batch, and what it depends on
+        # By spec: what the tables of its last batch depend on, and these.
+        self._decode_tables: dict[StepSpec, tuple[object, dict[str, Array]]] = {}
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Makes a request known before a plan admits it."""
         self._sequences[sequence.request_id] = sequence
-
-    def force_token(self, request_id: str, token_id: int) -> None:
-        """Replaces a request's newest token, which its next decode step takes in (teacher forcing)."""
-        self._sampler.force_token(self._sequences[request_id], token_id)
 
     def device_kv_bytes(self) -> int:
         """Bytes of the device KV arrays that exist now (pools, scales, digests, staging), read off the arrays."""
@@ -184,11 +184,12 @@ class ModelRunner:
 
         After it no request waits for the compiler (a test counts compilations).
         """
-        for width, num_seqs in itertools.product(self._table_buckets, self._seq_buckets):
-            yield f"decode {num_seqs} x {width} blocks"
-            padding = np.zeros(num_seqs, np.int32)
-            rows = np.full(num_seqs, self._tables.padding_row, np.int32)
-            self._warm_up_sampler(self._run_decode(padding - 1, rows, width).logits)
+        for setting, spec in self._specs.items():
+            for width, num_seqs in itertools.product(self._table_buckets, self._seq_buckets):
+                yield f"decode {num_seqs} x {width} blocks{f', {setting}' if len(self._specs) > 1 else ''}"
+                padding = np.zeros(num_seqs, np.int32)
+                rows = np.full(num_seqs, self._tables.padding_row, np.int32)
+                self._warm_up_sampler(self._run_decode(spec, padding - 1, rows, width).logits)
         layers = sorted({0, self.layout.num_layers - 1})  # a dense and a sparse one, where there are both
         for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
             yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
@@ -206,7 +207,7 @@ class ModelRunner:
 
     def _warm_up_sampler(self, logits: Array) -> None:
         greedy = SamplingParams(temperature=0.0)
-        everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0)
+        everything = SamplingParams(logprobs=1, logit_bias={0: 0.0}, presence_penalty=1.0, forced_token_ids=(0,))
         words = np.full(-(-self._model.vocab_size // 32), 0xFFFFFFFF, np.uint32)
         for params, allowed in ((greedy, {}), (everything, {"": words}), (greedy, {"": words})):
             sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=self._tables.padding_row)
@@ -364,17 +365,22 @@ class ModelRunner:
     # --- decode ------------------------------------------------------------------------------------------------------
 
     def _decode(self, sequences: list[Sequence]) -> list[tuple[list[Sequence], DecodeOutputs]]:
-        """One step for all, in as many batches as it takes (one, unless `deterministic`)."""
-        largest = self._seq_buckets[-1]
-        groups = [sequences[start : start + largest] for start in range(0, len(sequences), largest)]
-        decoded = [(group, self._decode_batch(group)) for group in groups]
+        """One step for all, in as many batches as it takes: one for each decode setting, unless `deterministic`."""
+        largest, decoded = self._seq_buckets[-1], []
+        alike: dict[StepSpec, list[Sequence]] = {}
+        for sequence in sequences:
+            spec = self.spec if sequence.setting is None else self._specs[sequence.setting]
+            alike.setdefault(spec, []).append(sequence)
+        for spec, members in alike.items():
+            groups = [members[start : start + largest] for start in range(0, len(members), largest)]
+            decoded += [(group, self._decode_batch(spec, group)) for group in groups]
         for sequence in sequences:
             sequence.num_computed += 1
         if self.layout.tiered:
             self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size == 0])
         return decoded
 
-    def _decode_batch(self, sequences: list[Sequence]) -> DecodeOutputs:
+    def _decode_batch(self, spec: StepSpec, sequences: list[Sequence]) -> DecodeOutputs:
         longest = max(s.num_computed + 1 for s in sequences)
         num_seqs = buckets.bucket_for(len(sequences), self._seq_buckets)
         width = buckets.bucket_for(-(-longest // self.layout.block_size), self._table_buckets)
@@ -383,15 +389,17 @@ class ModelRunner:
         for index, s in enumerate(sequences):
             assert s.num_generated, "decoding begins when prefill has sampled a token"
             rows[index], positions[index] = s.row, s.num_computed
-        return self._run_decode(positions, rows, width)
+        return self._run_decode(spec, positions, rows, width)
 
-    def _run_decode(self, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
+    def _run_decode(self, spec: StepSpec, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
         key = (rows.tobytes(), width, self._tables.version)
-        if key != self._decode_tables[0]:  # the same batch as before, as a rule
-            self._decode_tables = (key, to_device(self._tables.decode_tables(rows, width)))
+        known, tables = self._decode_tables.get(spec, (None, {}))
+        if key != known:  # the same batch as before, as a rule
+            tables = to_device(self._tables.decode_tables(rows, width))
+            self._decode_tables[spec] = key, tables
         tokens = self._sampler.newest_tokens
-        inputs = DecodeInputs(newest_tokens=tokens, positions=to_device(positions), **self._decode_tables[1])
-        self._state, outputs = decode_step(self.params, self._state, self._host_pools, inputs, spec=self.spec)
+        inputs = DecodeInputs(newest_tokens=tokens, positions=to_device(positions), **tables)
+        self._state, outputs = decode_step(self.params, self._state, self._host_pools, inputs, spec=spec)
         return outputs
 
     # --- prefill -----------------------------------------------------------------------------------------------------
@@ -438,7 +446,9 @@ class ModelRunner:
     def _prefill_layer(self, call: OpenCall, layer: int) -> None:
         layout, state = self.layout, self._state
         sparse = layer - layout.num_dense_layers
-        digests = state.digests[sparse] if sparse >= 0 else None
+        # One of each method; none of a dense layer.
+        places = range(sparse, len(state.digests), layout.num_sparse_layers) if sparse >= 0 else ()
+        digests = tuple(state.digests[place] for place in places)
         scales = state.scales[layer] if state.scales else None
         if layout.tiered and call.items:
             self._fill_staging(call, layer)
@@ -454,8 +464,8 @@ class ModelRunner:
             self._save_prefilled(call, layer, blocks)
         else:
             self._state = dataclasses.replace(state, pools=_replaced(state.pools, layer, pool))
-        if digests is not None:
-            self._state = dataclasses.replace(self._state, digests=_replaced(self._state.digests, sparse, digests))
+        for place, renewed in zip(places, digests, strict=True):
+            self._state = dataclasses.replace(self._state, digests=_replaced(self._state.digests, place, renewed))
         if scales is not None:
             self._state = dataclasses.replace(self._state, scales=_replaced(self._state.scales, layer, scales))
 

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from sparseserve_jax.cache.layout import KVLayout
+from sparseserve_jax.config import DecodeSetting
 from sparseserve_jax.plan import Admission, Grant
 from sparseserve_jax.request import SamplingParams
 
@@ -16,6 +17,7 @@ class Sequence:
     """One admitted continuation.
 
     Attributes:
+        setting: how it decodes; None = the engine's own way.
         num_computed: tokens whose K and V are in the cache, or will be when the device has done what it was given.
         num_generated: tokens sampled so far, likewise. The newest is on the device (`TokenSampler.newest_tokens`).
         has_grant: it holds device slots or dense blocks (tiered).
@@ -27,6 +29,7 @@ class Sequence:
     prompt_token_ids: np.ndarray
     sampling: SamplingParams
     seed: tuple[int, int]
+    setting: DecodeSetting | None = None
     row: int = -1
     block_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     num_computed: int = 0

@@ -107,11 +107,6 @@ class TokenSampler:
             sequence.num_generated += 1
         return PendingTokens(list(sequences), sampled)
 
-    def force_token(self, sequence: Sequence, token_id: int) -> None:
-        """Replaces a sequence's newest token."""
-        rows, tokens = np.full(1, sequence.row, np.int32), np.full(1, token_id, np.int32)
-        self.newest_tokens = _note_tokens(self.newest_tokens, rows, tokens)
-
     def _enter(self, sequence: Sequence) -> None:
         if self._penalties is None:
             self._penalties = commit(allocate_penalty_state(self._num_rows, self._vocab_size), self._device)

@@ -19,6 +19,7 @@ MIN_TEMPERATURE = 1e-5
 """Below this a row is greedy (vLLM's bound): the division by it would only lose precision."""
 BIAS_CHUNK = 64
 """Entries a row of one bias call: any number of entries is served by repeating one compiled program."""
+NOT_FORCED = -1
 MAX_SCALE = 1e30
 """Temperatures and repetition penalties are clipped to [1 / MAX_SCALE, MAX_SCALE]: float32 logits stay finite."""
 
@@ -71,6 +72,8 @@ class SamplingBatch:
     random: RandomParams | None = None
     penalties: PenaltyParams | None = None
     bias: tuple[BiasChunk, ...] = ()
+    forced: Int[np.ndarray, " num_seqs"] | None = None
+    """Tokens that take the place of sampled ones; `NOT_FORCED` elsewhere."""
     wants_logprobs: bool = False
 
 
@@ -95,6 +98,7 @@ def build_batch(
         random=_random(rows, num_seqs, vocab_size) if any(map(_is_random, params)) else None,
         penalties=_penalties(rows, num_seqs) if any(map(uses_penalties, params)) else None,
         bias=_bias([_bias_entries(row, eos_token_ids) for row in rows], num_seqs, vocab_size),
+        forced=_forced(rows, num_seqs),
         wants_logprobs=any(p.logprobs is not None for p in params),
     )
 
@@ -137,6 +141,16 @@ def _penalties(rows: Sequence[SamplingRow], num_seqs: int) -> PenaltyParams:
         repetition[index] = min(max(row.params.repetition_penalty, 1 / MAX_SCALE), MAX_SCALE)
         presence[index], frequency[index] = row.params.presence_penalty, row.params.frequency_penalty
     return PenaltyParams(rows=table_rows, repetition=repetition, presence=presence, frequency=frequency)
+
+
+def _forced(rows: Sequence[SamplingRow], num_seqs: int) -> np.ndarray | None:
+    if all(row.position >= len(row.params.forced_token_ids) for row in rows):
+        return None
+    tokens = np.full(num_seqs, NOT_FORCED, np.int32)
+    for index, row in enumerate(rows):
+        if row.position < len(row.params.forced_token_ids):
+            tokens[index] = row.params.forced_token_ids[row.position]
+    return tokens
 
 
 def _bias_entries(row: SamplingRow, eos_token_ids: Collection[int]) -> list[tuple[int, float]]:

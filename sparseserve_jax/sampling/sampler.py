@@ -1,13 +1,14 @@
 """The device sampler: logits in, one token a row out.
 
 Order of operations, vLLM's: mask of a grammar, logit bias and `min_tokens` mask, repetition penalty, presence and
-frequency penalties, [log-probabilities are taken here], temperature, min-p, top-k, top-p, draw.
+frequency penalties, [log-probabilities are taken here], temperature, min-p, top-k, top-p, draw; a forced token takes
+the place of the draw.
 
-Each of the parts is a small program of its own (`keep_allowed`, `add_bias`, `apply_penalties`, `greedy_tokens` or
-`draw_tokens`, `gather_logprobs`), compiled once a batch size and run only if a row needs it: six programs instead of
-the 64 variants of one program with six static switches, and an all-greedy batch pays one argmax. Whatever part another
-row needs leaves a row that does not need it unchanged to the last bit, and draws are keyed by a row's own seed and
-position, so a row's token depends only on its own logits and request.
+Each of the seven parts is a small program of its own (`keep_allowed`, `add_bias`, `apply_penalties`, `greedy_tokens` or
+`draw_tokens`, `force_tokens`, `gather_logprobs`), compiled once a batch size and run only if a row needs it: seven
+programs instead of the variants of one program with as many static switches, and an all-greedy batch pays one argmax.
+Whatever part another row needs leaves a row that does not need it unchanged to the last bit, and draws are keyed by a
+row's own seed and position, so a row's token depends only on its own logits and request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from sparseserve_jax.request import MAX_LOGPROBS, TokenLogprob
-from sparseserve_jax.sampling.batch import BiasChunk, RandomParams, SamplingBatch
+from sparseserve_jax.sampling.batch import NOT_FORCED, BiasChunk, RandomParams, SamplingBatch
 from sparseserve_jax.sampling.penalties import PenaltyState, apply_penalties
 
 NO_TOKEN = -1
@@ -71,6 +72,8 @@ def sample(
         assert penalty_state is not None, "a batch with penalties needs the state"
         logits = apply_penalties(logits, penalty_state, batch.penalties)
     token_ids, ok = greedy_tokens(logits) if batch.random is None else draw_tokens(logits, batch.random)
+    if batch.forced is not None:
+        token_ids = force_tokens(token_ids, ok, batch.forced)
     logprobs = gather_logprobs(logits, token_ids) if batch.wants_logprobs else None
     return Sampled(token_ids=token_ids, ok=ok, logprobs=logprobs)
 
@@ -114,6 +117,14 @@ def draw_tokens(
     scaled = filter_logits(scaled, params.top_p, params.top_k, params.min_p)
     drawn_ids, _, _ = _best(scaled + _gumbel(params.seeds, params.positions, logits.shape[1]))
     return jnp.where(ok, jnp.where(is_random, drawn_ids, greedy_ids), NO_TOKEN), ok
+
+
+@jax.jit
+def force_tokens(
+    token_ids: Int[Array, " num_seqs"], ok: Bool[Array, " num_seqs"], forced: Int[Array | np.ndarray, " num_seqs"]
+) -> Int[Array, " num_seqs"]:
+    """The forced tokens where there are any (not `NOT_FORCED`) and the row is sound, else those given."""
+    return jnp.where((forced != NOT_FORCED) & ok, forced, token_ids)
 
 
 def filter_logits(

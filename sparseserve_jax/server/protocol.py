@@ -130,8 +130,8 @@ class GenerationFields(Fields):
     guided_regex: str | None = Field(None, description="The text must match this regular expression.")
     guided_json: dict[str, Any] | str | None = Field(None, description="The text must follow this JSON schema.")
     priority: int | None = Field(None, description="Lower is served first.")
-    sparse_budget_tokens: int | None = Field(
-        None, description="Tokens a decode step may attend to; one of those that the server was started with."
+    sparse_budget_tokens: int | Literal["dense"] | None = Field(
+        None, description="Tokens a decode step may attend to; one of the budgets that the server was started with."
     )
 
 
