@@ -131,7 +131,8 @@ async def make_plan(
         async with places:
             seed = f"{workload.seed}/prompt/{index}"
             if draft.given is not None:
-                prompt, tokens = draft.given.messages or draft.given.prompt or "", None
+                given = draft.given
+                prompt, tokens = (given.prompt or "") if given.messages is None else given.messages, None
             elif text is not None:
                 prompt, tokens = await excerpt(text, draft.input_tokens, seed, count_tokens=count_tokens)
             else:
