@@ -69,7 +69,7 @@ class Measurement:
             lengths = "counted by the server" if server["counts_tokens"] else "estimates: it has no /tokenize"
             console.print(
                 f"{len(plan)} requests ({self.workload.pattern}) to {server['model']} at {client.url}; "
-                f"prompt lengths are {lengths}", markup=False, highlight=False,
+                f"prompt lengths are {lengths}", markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
             await self._warm_up(client, server)
             records = await self._send(client, plan, console)
@@ -77,7 +77,7 @@ class Measurement:
         for table in summary_tables(summary):
             console.print(table)
         for remark in remarks(summary, max_concurrency=self.max_concurrency):
-            console.print(f"note: {remark}", markup=False, highlight=False)
+            console.print(f"note: {remark}", markup=False, highlight=False, soft_wrap=True)
         return to_json(self._settings(), server, summary, records), records
 
     async def _server(self, client: OpenAIClient) -> dict[str, Any]:
