@@ -7,12 +7,8 @@ Each figure is measured on a warmed engine, in one process, and written with the
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -25,6 +21,7 @@ import typer
 
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
+from sparseserve_jax.provenance import provenance
 from sparseserve_jax.request import Request, SamplingParams
 
 
@@ -121,20 +118,10 @@ def _text(engine: Engine) -> list[int]:
 
 def environment() -> dict[str, Any]:
     """What a figure depends on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or None, "date": datetime.date.today().isoformat(), "python": platform.python_version(),
-        "jax": jax.__version__, "platform": jax.devices()[0].platform, "device": jax.devices()[0].device_kind,
-        "machine": platform.machine(), "cpu": _cpu_name(), "cpus": os.cpu_count(), "seed": 0,
+    device = jax.devices()[0]
+    return provenance() | {
+        "jax": jax.__version__, "platform": device.platform, "device": device.device_kind, "seed": 0
     }  # fmt: skip
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _integers(text: str) -> list[int]:

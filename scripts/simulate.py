@@ -12,12 +12,13 @@ import dataclasses
 import itertools
 import json
 import random
-import subprocess
 from pathlib import Path
 from typing import get_args
 
 from sparseserve_jax.cache.layout import KVLayout, KVShape, plan_layout
 from sparseserve_jax.config import BatchControl, EngineConfig, PrefillMode
+from sparseserve_jax.load_generator.arrivals import poisson
+from sparseserve_jax.provenance import git_commit
 from sparseserve_jax.selection_record import SelectionRecord
 from sparseserve_jax.simulator.cost_model import CostModel
 from sparseserve_jax.simulator.residency import ResidencyModel
@@ -50,9 +51,8 @@ COLUMNS = {
 
 def make_trace(rate: float, num_requests: int, max_len: int, seed: int) -> list[TraceRequest]:
     """Poisson arrivals; sets drawn uniformly; prompt lengths log-normal around the set's mean."""
-    rng, now_s, trace = random.Random(seed), 0.0, []
-    for _ in range(num_requests):
-        now_s += rng.expovariate(rate)
+    rng, trace = random.Random(seed), []
+    for now_s in itertools.islice(poisson(rate, rng), 1, num_requests + 1):
         mean, new_tokens = rng.choice(list(LONGBENCH.values()))
         prompt = int(rng.lognormvariate(0.0, 0.5) * mean / 1.133)  # exp(0.5^2 / 2) = 1.133
         trace.append(
@@ -81,12 +81,6 @@ def print_table(runs: dict[str, SimulationReport]) -> None:
     print(f"{'':30}" + "".join(f"{title:>11}" for title in COLUMNS.values()))
     for name, report in runs.items():
         print(f"{name:30}" + "".join(f"{getattr(report, key):>11.4g}" for key in COLUMNS))
-
-
-def git_commit() -> str | None:
-    """The commit of this checkout, or None outside of one."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return found.stdout.strip() or None
 
 
 def main() -> None:

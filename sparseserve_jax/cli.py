@@ -1,4 +1,4 @@
-"""The command line: `sparseserve generate`, `serve`, `convert`, `info` and `eval`.
+"""The command line: `sparseserve generate`, `serve`, `bench`, `convert`, `info` and `eval`.
 
 Every field of `EngineConfig` is an option of the commands that build an engine: names and defaults come from the
 fields, help texts from the docstring, and the checks are those of `EngineConfig` itself.
@@ -28,6 +28,7 @@ from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
 from sparseserve_jax.evaluation import commands as evaluation
+from sparseserve_jax.load_generator.command import bench
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
 from sparseserve_jax.selection_record import SelectionRecord
 
@@ -385,6 +386,8 @@ evaluate = typer.Typer(help="Does sparse attention change the answers? Compares 
 app.add_typer(evaluate, name="eval")
 for _command in (evaluation.longbench, evaluation.needles, evaluation.babilong):
     evaluate.command()(engine_options(_command, without=evaluation.SETTING_FIELDS))
+
+app.command()(user_errors(bench))
 
 
 # --- in and out ------------------------------------------------------------------------------------------------------

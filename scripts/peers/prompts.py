@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from sparseserve_jax.load_generator.arrivals import poisson
+
 
 class Prompts:
     """Token ids of real English text: the paragraphs of Python's own documentation, shuffled by a seed.
@@ -46,10 +48,5 @@ class Prompts:
 
 def poisson_arrivals(requests: list[dict[str, Any]], rate_rps: float, seed: str) -> list[dict[str, Any]]:
     """The same requests at times of a Poisson process of `rate_rps` requests a second; the first comes at 0."""
-    if not rate_rps > 0:
-        raise ValueError(f"rate_rps={rate_rps} must be above 0")
-    rng, now, arriving = random.Random(seed), 0.0, []
-    for request in requests:
-        arriving.append(request | {"arrival_s": now})
-        now += rng.expovariate(rate_rps)
-    return arriving
+    times = poisson(rate_rps, random.Random(seed))
+    return [request | {"arrival_s": arrival_s} for request, arrival_s in zip(requests, times, strict=False)]

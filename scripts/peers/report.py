@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from sparseserve_jax.provenance import provenance
 
 BUSY_IDLE_CORES = 0.1
 """An idle side that uses more than this while the other is measured takes something from it."""
@@ -28,7 +26,7 @@ class Report:
     def __init__(self, settings: dict[str, Any], json_file: Path | None, markdown_file: Path | None) -> None:
         self._json_file, self._markdown_file = json_file, markdown_file
         self.content: dict[str, Any] = {
-            "environment": environment(), "settings": settings, "versions": {}, "configs": {}, "agreement": [],
+            "environment": provenance(), "settings": settings, "versions": {}, "configs": {}, "agreement": [],
             "growth": [], "idle_cores": {}, "skipped": [], "failed": [], "results": [],
         }  # fmt: skip
         self.write()
@@ -178,20 +176,3 @@ def markdown(content: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     lines += ["", f"{env['cpu']}, {env['cpus']} CPUs, commit {env['commit']}, {env['date']}; {versions}.", ""]
     return "\n".join(lines)
-
-
-def environment() -> dict[str, Any]:
-    """What every figure depends on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or None, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(), "machine": platform.machine(), "cpu": _cpu_name(), "cpus": os.cpu_count(),
-    }  # fmt: skip
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

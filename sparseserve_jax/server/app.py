@@ -177,6 +177,11 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """For Prometheus."""
         return Response(service.metrics.render(), headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
+    @app.get("/info", responses=_errors())
+    async def info() -> Response:
+        """What is in force, as `sparseserve info --json` writes it: model, backend, kernels, tiers, budget."""
+        return json_response(service.engine.info.to_dict())
+
     @app.get("/version")
     async def version() -> Response:
         """The server's version."""

@@ -37,7 +37,6 @@ class EventStream(Response):
         self.background = None
         self.status_code = 200
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends everything, unless the client goes."""

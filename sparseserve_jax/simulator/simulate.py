@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.percentiles import percentile
 from sparseserve_jax.plan import DecodeStats, PrefillSegment, StepPlan, StepResult
 from sparseserve_jax.scheduler.request_state import SchedulerRequest
 from sparseserve_jax.scheduler.scheduler import Scheduler
@@ -187,9 +188,9 @@ class _Simulation:
             duration_s=duration,
             queue_mean_s=statistics.fmean((r.prefill_start_s or 0.0) - r.arrival_s for r in requests),
             ttft_mean_s=statistics.fmean(ttft),
-            ttft_p99_s=_percentile(ttft, 0.99),
+            ttft_p99_s=percentile(ttft, 0.99),
             tbt_mean_s=statistics.fmean(tbt) if tbt else 0.0,
-            tbt_p99_s=_percentile(tbt, 0.99),
+            tbt_p99_s=percentile(tbt, 0.99) if tbt else 0.0,
             tokens_per_s=num_tokens / duration,
             decode_batch_mean=self._num_decoded / max(1, self._num_decode_steps),
             loads_per_step_mean=self._loaded / max(1, self._num_decode_steps),
@@ -197,9 +198,3 @@ class _Simulation:
             prefill_loaded_bytes=self._prefill_loaded_bytes,
             num_parks=sum(r.num_parks for r in requests),
         )
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed; 0 for none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
