@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pydantic
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from sparseserve_jax.request import short_repr
 from sparseserve_jax.server.errors import APIError
@@ -37,6 +38,8 @@ async def read_body(request: Request, model: type[Model], *, max_bytes: int) -> 
     try:
         async with asyncio.timeout(MAX_BODY_S):
             data = await _read(request, max_bytes)
+    except ClientDisconnect as error:
+        raise APIError(400, "the connection was closed before the body was complete") from error
     except TimeoutError as error:
         raise APIError(408, f"the body did not arrive within {MAX_BODY_S:g} s") from error
     parse: Callable[[], Model] = lambda: parse_model(data, model)  # noqa: E731

@@ -48,14 +48,15 @@ class EngineThread:
     Args:
         build: makes the engine, in the thread; it takes seconds to minutes.
         metrics: gets what every step gave.
+        warm_up: compile everything before the first request.
 
     Attributes:
         status: "loading" until the engine is warm, then "ready"; "dead" when it cannot go on.
         problem: why it is dead.
     """
 
-    def __init__(self, build: Callable[[], Engine], metrics: Metrics) -> None:
-        self._build, self._metrics = build, metrics
+    def __init__(self, build: Callable[[], Engine], metrics: Metrics, *, warm_up: bool) -> None:
+        self._build, self._metrics, self._warm_up = build, metrics, warm_up
         self._engine: Engine | None = None
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}  # of the engine's thread
@@ -98,6 +99,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._engine = self._build()
+            for program in engine.warm_up() if self._warm_up else ():
+                logger.debug("warm-up: %s", program)
+                if not self._inbox.empty():  # nobody submits before the engine is ready: it is told to stop
+                    return
             self._metrics.note_state(read_state(engine))
             self._set_status("ready")
             while self._take_commands(engine):

@@ -30,14 +30,6 @@ def own_name(model: str | Path | None) -> str:
     return EMBEDDED_NAME if model is None else Path(model).resolve().name.removesuffix(".gguf")
 
 
-def build_engine(model: str | Path | None, config: EngineConfig, *, warm_up: bool) -> Engine:
-    """An engine, warm if wanted."""
-    engine = Engine(model, config)
-    for program in engine.warm_up() if warm_up else ():
-        logger.debug("warm-up: %s", program)
-    return engine
-
-
 class DrainingServer(uvicorn.Server):
     """uvicorn, whose first signal makes the service take no new requests while the running ones finish."""
 
@@ -46,9 +38,10 @@ class DrainingServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT; the second ends everything at once."""
+        """SIGTERM or SIGINT; the second ends everything at once. Unlike uvicorn's this makes for exit code 0."""
         self._service.is_draining = True
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def run_server(
@@ -74,7 +67,7 @@ def run_server(
     configure_logging(log_format)
     tracer = tracer_to(otlp_endpoint) if otlp_endpoint else None
     names = settings.served_model_names or (own_name(model),)
-    service = Service(settings, lambda: build_engine(model, config, warm_up=warm_up), names)
+    service = Service(settings, lambda: Engine(model, config), names, warm_up=warm_up)
 
     def on_dead(problem: BaseException) -> None:
         if not service.was_ready:

@@ -34,15 +34,23 @@ class Service:
     Args:
         build: makes the engine (in its thread).
         model_names: names that requests may use; the first is on responses and metrics.
+        warm_up: compile everything before the first request.
     """
 
-    def __init__(self, settings: ServerSettings, build: Callable[[], Engine], model_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        build: Callable[[], Engine],
+        model_names: Sequence[str],
+        *,
+        warm_up: bool = False,
+    ) -> None:
         self.settings, self.model_names = settings, tuple(model_names)
         self.metrics = Metrics(settings.metrics_prefix, self.model_names[0], self._num_waiting)
         self.is_draining = False
         self.was_ready = False
         self.created_s = int(time.time())
-        self._thread = EngineThread(build, self.metrics)
+        self._thread = EngineThread(build, self.metrics, warm_up=warm_up)
         self._num_open = 0  # continuations, from their admission to their end
         self._tokenizing = concurrent.futures.ThreadPoolExecutor(NUM_TOKENIZING_THREADS, "tokenize")
         self._grammars: GrammarService | None = None
