@@ -95,7 +95,7 @@ def test_logprobs_of_completions(server):
     assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [6] * 4
     for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
         assert value <= 0 and top[token] == value == max(top.values()), "greedy: the token is the best"
-        assert len(top) == 3
+        assert 1 <= len(top) <= 3, "tokens of the same text count once"
     assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
     merged: dict[str, list[Any]] = {name: [] for name in found}
     for event in stream(server, prompt="hello", max_tokens=6, logprobs=3):
