@@ -7,7 +7,8 @@
 - sparse (float32): for each method and budget the blocks that every layer and KV head selected at every decode step,
   the tokens, and their log-probabilities, against `torch_oracle.py`, which runs the whole model with its own KV.
 - speed (bfloat16): time to first token, time of a decode step and peak memory of both, each in a process of its own on
-  the same CPUs, at dense attention and at sparse budgets (transformers has dense only).
+  the same CPUs, at dense attention and at sparse budgets (transformers has dense only). Times mean something only if
+  "load_average" is about the number of CPUs.
 
 Prompts are parts of a text: by default Python's language reference. Needs the extra `baseline`.
 """
@@ -71,19 +72,17 @@ def main(
         source = open_checkpoint(model)
         directory = convert(source, Path(folder) / "float32", format="huggingface", dtype="float32")
         prompts = read_prompts(text, directory, [int(n) for n in lengths.split(",")])
-        if "dense" in chosen:
-            content["dense"] = compare_dense(directory, prompts, new_tokens)
-        if "sparse" in chosen:
-            content["sparse"] = [
-                compare_sparse(directory, prompts, new_tokens, method, int(budget))
-                for budget in budgets.split(",")
-                for method in methods.split(",")
-            ]
-        if "speed" in chosen:
-            content["speed"] = list(compare_speed(Path(folder), model, prompts, repeats, threads))
-    show(content)
-    if json_file is not None:
-        json_file.write_text(json.dumps(content, indent=1) + "\n")
+        settings = [(method, int(budget)) for budget in budgets.split(",") for method in methods.split(",")]
+        compare = {
+            "dense": lambda: compare_dense(directory, prompts, new_tokens),
+            "sparse": lambda: [compare_sparse(directory, prompts, new_tokens, *setting) for setting in settings],
+            "speed": lambda: list(compare_speed(Path(folder), model, prompts, repeats, threads)),
+        }
+        for part in chosen:
+            content[part] = compare[part]()
+            show({part: content[part]})
+            if json_file is not None:
+                json_file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def read_prompts(text: Path | None, directory: Path, lengths: list[int]) -> list[list[int]]:
@@ -204,13 +203,15 @@ def compare_speed(
     for variant in ("transformers", *SPEED_VARIANTS):
         for prompt in prompts:
             is_peer = variant == "transformers"
-            start = contestants.peer(variant, shape) if is_peer else contestants.ours(variant, shape, warm_up=True)
+            start = contestants.peer(variant, shape) if is_peer else contestants.ours(variant, shape, warm_up=False)
             with start as worker:
-                yield {"side": variant, "prompt_tokens": len(prompt)} | _measure(worker, prompt, repeats)
+                row = {"side": variant, "prompt_tokens": len(prompt)} | _measure(worker, prompt, repeats)
+            print(row, flush=True)
+            yield row | {"load_average": round(os.getloadavg()[0], 1)}
 
 
 def _measure(worker: WorkerProcess, prompt: list[int], repeats: int) -> dict[str, Any]:
-    worker.call("first_token", prompt=prompt[: len(prompt) // 2])  # whatever a first time costs
+    worker.call("first_token", prompt=prompt)  # whatever a first time costs, compiling for example
     first = [worker.call("first_token", prompt=prompt)["seconds"] for _ in range(repeats)]
     worker.call("start_batch", prompts=[prompt], warm_tokens=4, room_tokens=100)
     steps = worker.call("steps", count=16 * repeats)["seconds"]

@@ -153,7 +153,7 @@ def _task(requests: list[RecordedRequest], first: int) -> dict[str, float]:
 
 def show(figures: dict[str, Any]) -> None:
     """Tables on standard output."""
-    console = rich.console.Console()
+    console = rich.console.Console(width=110)
     table = rich.table.Table(title="overlap of the last w selections with the next one")
     for column in ("w", "overlap %"):
         table.add_column(column, justify="right")
