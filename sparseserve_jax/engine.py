@@ -26,7 +26,7 @@ from sparseserve_jax.models.rope import max_supported_len
 from sparseserve_jax.models.weights import load_params
 from sparseserve_jax.output import OutputProcessor
 from sparseserve_jax.plan import DecodeStats, StepPlan, StepResult
-from sparseserve_jax.request import Request, RequestOutput, SamplingParams
+from sparseserve_jax.request import MAX_VARIANTS, Request, RequestOutput, SamplingParams, TokenLogprob, Variant
 from sparseserve_jax.runner.model_runner import ModelRunner, RunnerResult, RunningStep
 from sparseserve_jax.runner.sequences import Sequence as RunnerSequence
 from sparseserve_jax.sampling.seeds import derive_seed
@@ -182,11 +182,14 @@ class Engine:
         for segment in plan.prefill:
             for item in segment.items:
                 self._processors[item.request_id].note_started(started)
+        for restart in plan.restarts:
+            self._processors[restart.request_id].note_restarted(started)
         before, self._running = self._running, None if plan.is_empty else self.runner.begin(plan)
         outputs, stats = ([], {}) if before is None else self._process(before.plan, before.fetch())
         if self._running is not None:
             self.runner.run_prefill(self._running)
-            sampled = (*plan.decode, *plan.completes_prefill)
+            restarted = (restart.request_id for restart in plan.restarts)
+            sampled = (*restarted, *plan.decode, *plan.completes_prefill)
             self.scheduler.update(plan, StepResult(step=plan.step, sampled=sampled, stats=stats))
         return outputs
 
@@ -264,17 +267,26 @@ class Engine:
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, request: Request, default_sampling: SamplingParams | None) -> _Prepared:
-        params = request.sampling or default_sampling or SamplingParams()
-        _check_fields(request, params)
-        text, token_ids = self._encode(request.prompt)
-        params = validate_request(
-            token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
+        variants = request.variants or (
+            Variant(
+                sampling=request.sampling or default_sampling or SamplingParams(),
+                sparse_budget_tokens=request.sparse_budget_tokens,
+                selection=request.selection,
+            ),
         )
-        assert params.max_tokens is not None
-        setting = choose_decode_setting(self.config, request.sparse_budget_tokens, request.selection)
-        prepared = _Prepared(request, text, np.asarray(token_ids, np.int32), params, setting)
+        _check_fields(request, variants)
+        text, token_ids = self._encode(request.prompt)
+        continuations = []
+        for variant in variants:
+            params = validate_request(
+                token_ids, variant.sampling,
+                vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len,
+            )  # fmt: skip
+            setting = choose_decode_setting(self.config, variant.sparse_budget_tokens, variant.selection)
+            continuations.append(_Continuation(params, setting))
+        prepared = _Prepared(request, text, np.asarray(token_ids, np.int32), tuple(continuations))
         try:
-            self.scheduler.check(prepared.to_schedule("", 0.0))
+            self.scheduler.check(prepared.to_schedule([str(index) for index in range(len(variants))], 0.0))
         except ValueError as error:
             raise RequestError(str(error), "max_tokens") from error
         return prepared
@@ -301,19 +313,30 @@ class Engine:
         raise RequestError(f"prompt is a {type(prompt).__name__}; give text, token ids or chat messages", "prompt")
 
     def _queue(self, prepared: _Prepared) -> str:
-        request, params = prepared.request, prepared.sampling
+        request, variants = prepared.request, prepared.continuations
         request_id = request.request_id or self._new_id()
         now = self._clock()
-        children = [f"{self._num_requests}.{index}" for index in range(params.n)]
-        for index, child in enumerate(children):
+        continuations = variants if request.variants else variants * variants[0].sampling.n
+        children = [f"{self._num_requests}.{index}" for index in range(len(continuations))]
+        prompt_token_ids = prepared.token_ids.tolist()
+        wanted = [c.sampling.prompt_logprobs for c in continuations if c.sampling.prompt_logprobs is not None]
+        shared: list[list[TokenLogprob] | None] = [None]  # of the first token there is nothing to say
+        for index, (child, continuation) in enumerate(zip(children, continuations, strict=True)):
+            params = continuation.sampling
             self._processors[child] = OutputProcessor(
-                request_id=request_id, index=index, prompt=prepared.text, prompt_token_ids=prepared.token_ids.tolist(),
+                request_id=request_id, index=index, prompt=prepared.text, prompt_token_ids=prompt_token_ids,
                 sampling=params, eos_token_ids=self.model_config.eos_token_ids, arrival_s=now,
                 detokenizer=IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens),
+                prompt_logprobs=shared if request.variants else [None],
             )  # fmt: skip
-            seed = derive_seed(params.seed, self.config.seed, self._num_requests, index)
-            self.runner.add_sequence(RunnerSequence(child, prepared.token_ids, params, seed, prepared.setting))
-            self.scheduler.add_request(prepared.to_schedule(child, now))
+            # The draws of a variant are those of a request of its own.
+            seed = derive_seed(params.seed, self.config.seed, self._num_requests, 0 if request.variants else index)
+            sequence = RunnerSequence(child, prepared.token_ids, params, seed, continuation.setting)
+            sequence.num_prompt_logprobs = max(wanted, default=None)
+            sequence.has_successor = bool(request.variants) and index + 1 < len(children)
+            self.runner.add_sequence(sequence)
+        for one_after_another in [children] if request.variants else [[child] for child in children]:
+            self.scheduler.add_request(prepared.to_schedule(one_after_another, now))
         self._children[request_id] = children
         self._num_requests += 1
         return request_id
@@ -331,6 +354,9 @@ class Engine:
             if child in self._processors:
                 self._processors[child].metrics.num_parks += 1
         self._note_figures(result)
+        for child, entries in result.prompt_logprobs.items():
+            if child in self._processors:
+                self._processors[child].prompt_logprobs.extend(entries)
         grown = []
         for child, token in result.tokens.items():
             processor = self._processors.get(child)
@@ -341,7 +367,7 @@ class Engine:
             else:
                 processor.fail("the model's logits are not finite for this request")
             if processor.is_finished:
-                self.scheduler.abort(child)  # unless it knows: the number of tokens
+                self.scheduler.finish(child)  # unless it knows: the number of tokens
                 self._forget(child)
             grown.append(processor.take_output())
         return grown, result.stats
@@ -381,33 +407,68 @@ class Engine:
             self.scheduler.update(plan, StepResult(step=plan.step, sampled=()))
 
 
-def _check_fields(request: Request, params: SamplingParams) -> None:
+def _check_fields(request: Request, variants: Sequence[Variant]) -> None:
     """Types that nothing later would question."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling is a {type(params).__name__}; give SamplingParams(...)", "sampling")
+    if request.variants:
+        _check_variants(request)
+    for variant in variants:
+        params = variant.sampling
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling is a {type(params).__name__}; give SamplingParams(...)", "sampling")
     if isinstance(request.priority, bool) or not isinstance(request.priority, int):
         raise RequestError(f"priority={request.priority!r} must be an integer; lower is served first", "priority")
     if request.request_id is not None and not isinstance(request.request_id, str):
         raise RequestError(f"request_id={request.request_id!r} must be text, or None to have one made", "request_id")
 
 
+def _check_variants(request: Request) -> None:
+    if not isinstance(request.variants, (tuple, list)) or not all(isinstance(v, Variant) for v in request.variants):
+        raise RequestError("variants must be a tuple of Variant(sampling=...)", "variants")
+    if len(request.variants) > MAX_VARIANTS:
+        raise RequestError(f"{len(request.variants)} variants; at most {MAX_VARIANTS} are allowed", "variants")
+    if (request.sampling, request.sparse_budget_tokens, request.selection) != (None, "default", None):
+        raise RequestError(
+            "sampling, sparse_budget_tokens and selection belong to each of the variants; leave those of the request "
+            "as they are",
+            "variants",
+        )
+    for place, variant in enumerate(request.variants):
+        if isinstance(variant.sampling, SamplingParams) and variant.sampling.n != 1:
+            raise RequestError(
+                f"variant {place} has n={variant.sampling.n}; a variant is one continuation, give it n times",
+                "variants",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Continuation:
+    """How to continue a prompt; `max_tokens` is resolved."""
+
+    sampling: SamplingParams
+    setting: DecodeSetting
+
+
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """A request that passed every check."""
+    """A request that passed every check; `continuations` are its variants, or how all n of it go on."""
 
     request: Request
     text: str | None
     token_ids: np.ndarray
-    sampling: SamplingParams
-    setting: DecodeSetting
+    continuations: tuple[_Continuation, ...]
 
-    def to_schedule(self, child: str, arrival_s: float) -> SchedulerRequest:
-        """The scheduler's view of one of its continuations."""
-        assert self.sampling.max_tokens is not None
-        return SchedulerRequest(
-            request_id=child,
-            arrival_s=arrival_s,
-            priority=self.request.priority,
-            num_prompt_tokens=len(self.token_ids),
-            max_new_tokens=self.sampling.max_tokens,
-        )
+    def to_schedule(self, children: Sequence[str], arrival_s: float) -> SchedulerRequest:
+        """The scheduler's view of continuations that follow one another."""
+        first: SchedulerRequest | None = None
+        for child, continuation in reversed(list(zip(children, self.continuations, strict=False))):
+            assert continuation.sampling.max_tokens is not None
+            first = SchedulerRequest(
+                request_id=child,
+                arrival_s=arrival_s,
+                priority=self.request.priority,
+                num_prompt_tokens=len(self.token_ids),
+                max_new_tokens=continuation.sampling.max_tokens,
+                successor=first,
+            )
+        assert first is not None
+        return first
