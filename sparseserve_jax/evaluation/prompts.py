@@ -89,7 +89,7 @@ class PromptEncoder:
             example=example,
             token_ids=fitted.token_ids,
             num_cut_tokens=fitted.num_cut_tokens,
-            reference=reference_tokens(example, self.tokenizer),
+            reference=reference_tokens(example, self.tokenizer, chat=task.chat and self.has_chat_template),
             sampling=SamplingParams(
                 temperature=0.0,
                 max_tokens=task.max_tokens,

@@ -57,9 +57,13 @@ def fit_prompt(
     )
 
 
-def reference_tokens(example: Example, tokenizer: Tokenizer) -> list[int]:
-    """The first tokens of the reference answer after a blank, as likelihoods are asked for; may be empty."""
-    return tokenizer.encode(" " + example.reference.strip(), add_special_tokens=False)[:MAX_REFERENCE_TOKENS]
+def reference_tokens(example: Example, tokenizer: Tokenizer, *, chat: bool = False) -> list[int]:
+    """The first tokens of the reference answer, whose likelihood is asked for; may be empty.
+
+    After plain text there is a blank before it; a message of a chat begins with its first word.
+    """
+    text = example.reference.strip()
+    return tokenizer.encode(text if chat else " " + text, add_special_tokens=False)[:MAX_REFERENCE_TOKENS]
 
 
 def newline_token(tokenizer: Tokenizer) -> int:

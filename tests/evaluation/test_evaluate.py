@@ -207,7 +207,8 @@ def test_an_engine_for_each_prefill_and_kv(model, monkeypatch, tmp_path):
     )
     assert made == [(None, 64), (0.8, 64)]
     assert [entry["name"] for entry in report["settings"]] == [s.name for s in settings]
-    assert all(entry["retention"] is not None for entry in report["settings"])
+    assert report["settings"][0]["nll_rise"] == 0.0
+    assert all(entry["nll_rise"] is not None for entry in report["settings"])
     assert (tmp_path / "score_by_budget.png").exists()
 
 

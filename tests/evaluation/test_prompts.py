@@ -64,6 +64,9 @@ def test_no_room_is_an_error(encoder):
 def test_references(encoder):
     ids = reference_tokens(example(CHAT, answer=" yes indeed "), encoder.tokenizer)
     assert encoder.tokenizer.decode(ids) == " yes indeed"
+    for task, expected in ((CHAT, "yes"), (PLAIN, " yes")):
+        (item,) = encoder.prepare([example(task, "x")], max_prompt_tokens=10, max_model_len=256)
+        assert encoder.tokenizer.decode(item.reference) == expected
     assert len(reference_tokens(example(CHAT, answer=TEXT), encoder.tokenizer)) == MAX_REFERENCE_TOKENS
     wanted = Example(task=Task(name="n", metric="found", max_tokens=8), row_id="1", prompt="", answers=("1", "2"))
     assert encoder.tokenizer.decode(reference_tokens(wanted, encoder.tokenizer)) == " 1, 2"
