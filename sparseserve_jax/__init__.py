@@ -3,7 +3,7 @@
 from sparseserve_jax.api import serve
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
-from sparseserve_jax.request import Request, RequestMetrics, RequestOutput, SamplingParams
+from sparseserve_jax.request import Request, RequestMetrics, RequestOutput, SamplingParams, Variant
 from sparseserve_jax.validation import RequestError
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Variant",
     "serve",
 ]

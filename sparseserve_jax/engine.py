@@ -27,7 +27,15 @@ from sparseserve_jax.models.weights import load_params
 from sparseserve_jax.output import OutputProcessor
 from sparseserve_jax.plan import DecodeStats, StepPlan, StepResult
 from sparseserve_jax.recovery import Quarantine
-from sparseserve_jax.request import Request, RequestOutput, SamplingParams, TokenMatcher
+from sparseserve_jax.request import (
+    MAX_VARIANTS,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    TokenMatcher,
+    Variant,
+)
 from sparseserve_jax.runner.model_runner import ModelRunner, RunnerResult, RunningStep
 from sparseserve_jax.runner.sequences import Sequence as RunnerSequence
 from sparseserve_jax.sampling.seeds import derive_seed
@@ -146,17 +154,26 @@ class Engine:
         Raises:
             RequestError: it can never be served.
         """
-        params = request.sampling or default_sampling or SamplingParams()
-        _check_fields(request, params)
-        text, token_ids = self.encode(request.prompt)
-        params = validate_request(
-            token_ids, params, vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len
+        variants = request.variants or (
+            Variant(
+                sampling=request.sampling or default_sampling or SamplingParams(),
+                sparse_budget_tokens=request.sparse_budget_tokens,
+                selection=request.selection,
+            ),
         )
-        assert params.max_tokens is not None
-        setting = choose_decode_setting(self.config, request.sparse_budget_tokens, request.selection)
-        prepared = PreparedRequest(request, text, np.asarray(token_ids, np.int32), params, setting)
+        _check_fields(request, variants)
+        text, token_ids = self.encode(request.prompt)
+        continuations = []
+        for variant in variants:
+            params = validate_request(
+                token_ids, variant.sampling,
+                vocab_size=self.model_config.vocab_size, max_model_len=self.layout.max_model_len,
+            )  # fmt: skip
+            setting = choose_decode_setting(self.config, variant.sparse_budget_tokens, variant.selection)
+            continuations.append(_Continuation(params, setting))
+        prepared = PreparedRequest(request, text, np.asarray(token_ids, np.int32), tuple(continuations))
         try:
-            self.scheduler.check(prepared.to_schedule("", 0.0))
+            self.scheduler.check(prepared.to_schedule([(str(i), c, 0) for i, c in enumerate(continuations)], 0.0))
         except ValueError as error:
             raise RequestError(str(error), "max_tokens") from error
         return prepared
@@ -254,6 +271,9 @@ class Engine:
             self._end(child)
             self._forget_request(processor.request_id)
             self._ended.append(processor.take_output(final=True))
+        for child, processor in self._processors.items():
+            if len(processor.prompt_logprobs) < len(self._live[child].prepared.token_ids):
+                processor.prompt_logprobs = [None]  # its prompt begins anew, and alone
         self._held = list(self._processors)
 
     def _release_held(self) -> None:
@@ -265,7 +285,7 @@ class Engine:
         if released is None and not self._quarantine.is_active:
             released = self._held
         for child in released or ():
-            self._schedule(child)
+            self._schedule([child])
         self._held = [child for child in self._held if child not in (released or ())]
 
     def _advance(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
@@ -277,12 +297,15 @@ class Engine:
         for segment in plan.prefill:
             for item in segment.items:
                 self._processors[item.request_id].note_started(started)
+        for restart in plan.restarts:
+            self._processors[restart.request_id].note_restarted(started)
         self.num_prefill_segments += len(plan.prefill)
         is_free = not any(child in self._matchers for child in plan.decode)
         before, self._running = self._running, None if plan.is_empty else self.runner.begin(plan, sample=is_free)
         stats = {} if before is None else self._process(before.plan, before.fetch(), outputs)
         if self._running is not None:
-            sampled = (*plan.decode, *plan.completes_prefill)
+            restarted = (restart.request_id for restart in plan.restarts)
+            sampled = (*restarted, *plan.decode, *plan.completes_prefill)
             allowed = {c: self._matchers[c].allowed_tokens() for c in sampled if c in self._matchers}
             if not is_free:
                 self.runner.sample_decoded(self._running, allowed)
@@ -394,38 +417,55 @@ class Engine:
         return ChatTemplate(source, bos_token=self._special.bos_token, eos_token=self._special.eos_token)
 
     def _queue(self, prepared: PreparedRequest) -> str:
-        request, params = prepared.request, prepared.sampling
+        request, variants = prepared.request, prepared.continuations
         request_id = request.request_id or self._new_id()
         now = self._clock()
-        children = [f"{self._num_requests}.{index}" for index in range(params.n)]
-        for index, child in enumerate(children):
+        continuations = variants if request.variants else variants * variants[0].sampling.n
+        children = [f"{self._num_requests}.{index}" for index in range(len(continuations))]
+        prompt_token_ids = prepared.token_ids.tolist()
+        shared: list[list[TokenLogprob] | None] = [None]  # of the first token there is nothing to say
+        for index, (child, continuation) in enumerate(zip(children, continuations, strict=True)):
+            params = continuation.sampling
             self._processors[child] = OutputProcessor(
-                request_id=request_id, index=index, prompt=prepared.text, prompt_token_ids=prepared.token_ids.tolist(),
+                request_id=request_id, index=index, prompt=prepared.text, prompt_token_ids=prompt_token_ids,
                 sampling=params, eos_token_ids=self.model_config.eos_token_ids, arrival_s=now,
                 detokenizer=IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens),
+                prompt_logprobs=shared if request.variants else [None],
             )  # fmt: skip
-            seed = derive_seed(params.seed, self.config.seed, self._num_requests, index)
-            self._live[child] = _Live(prepared, seed)
+            # The draws of a variant are those of a request of its own.
+            seed = derive_seed(params.seed, self.config.seed, self._num_requests, 0 if request.variants else index)
+            self._live[child] = _Live(prepared, continuation, seed)
             if request.grammar is not None:
                 self._matchers[child] = request.grammar.start()
-            if self._quarantine.is_active:
-                self._held.append(child)
-            else:
-                self._schedule(child)
+        if self._quarantine.is_active:
+            self._held += children
+        else:
+            for chain in [children] if request.variants else [[child] for child in children]:
+                self._schedule(chain)
         self._children[request_id] = children
         self._num_requests += 1
         return request_id
 
-    def _schedule(self, child: str) -> None:
-        """Makes a continuation known to runner and scheduler; what it has generated is prompt to them."""
-        prepared, seed = self._live[child].prepared, self._live[child].seed
-        processor = self._processors[child]
-        generated = processor.token_ids
-        token_ids = np.concatenate([prepared.token_ids, np.asarray(generated, np.int32)])
-        self.runner.add_sequence(
-            RunnerSequence(child, token_ids, prepared.sampling, seed, prepared.setting, num_resumed=len(generated))
-        )
-        self.scheduler.add_request(prepared.to_schedule(child, processor.arrival_s, num_generated=len(generated)))
+    def _schedule(self, chain: Sequence[str]) -> None:
+        """Makes continuations that follow one another known to runner and scheduler.
+
+        After a failed step each comes alone; what it has generated is prompt to them.
+        """
+        prepared, items = self._live[chain[0]].prepared, []
+        wanted = [self._live[child].continuation.sampling.prompt_logprobs for child in chain]
+        for place, child in enumerate(chain):
+            processor, live = self._processors[child], self._live[child]
+            generated = processor.token_ids
+            sequence = RunnerSequence(
+                child, np.concatenate([prepared.token_ids, np.asarray(generated, np.int32)]),
+                live.continuation.sampling, live.seed, live.continuation.setting, num_resumed=len(generated),
+                has_successor=place + 1 < len(chain),
+            )  # fmt: skip
+            if place == 0 and len(processor.prompt_logprobs) < len(prepared.token_ids):
+                sequence.num_prompt_logprobs = max((k for k in wanted if k is not None), default=None)
+            self.runner.add_sequence(sequence)
+            items.append((child, live.continuation, len(generated)))
+        self.scheduler.add_request(prepared.to_schedule(items, self._processors[chain[0]].arrival_s))
 
     def _new_id(self) -> str:
         number = self._num_requests
@@ -440,6 +480,9 @@ class Engine:
             if child in self._processors:
                 self._processors[child].metrics.num_parks += 1
         self._note_figures(result)
+        for child, entries in result.prompt_logprobs.items():
+            if child in self._processors:
+                self._processors[child].prompt_logprobs.extend(entries)
         for child, token in result.tokens.items():
             processor = self._processors.get(child)
             if processor is None:
@@ -451,6 +494,7 @@ class Engine:
             else:
                 processor.fail("the model's logits are not finite for this request")
             if processor.is_finished:
+                self.scheduler.finish(child)  # unless it knows: the number of tokens
                 self._end(child)
                 self._forget_request(processor.request_id)
             outputs.append(processor.take_output())
@@ -506,38 +550,84 @@ class Engine:
             self.scheduler.update(plan, StepResult(step=plan.step, sampled=()))
 
 
-def _check_fields(request: Request, params: SamplingParams) -> None:
+def _check_fields(request: Request, variants: Sequence[Variant]) -> None:
     """Types that nothing later would question."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling is a {type(params).__name__}; give SamplingParams(...)", "sampling")
+    if request.variants:
+        _check_variants(request)
+    for variant in variants:
+        params = variant.sampling
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling is a {type(params).__name__}; give SamplingParams(...)", "sampling")
+        if request.grammar is not None and (params.min_tokens or params.ignore_eos):
+            raise RequestError("a grammar says where the text ends; leave out min_tokens and ignore_eos", "min_tokens")
+    if request.grammar is not None and request.variants:
+        raise RequestError("grammar and variants exclude each other; leave one of them out", "grammar")
     if isinstance(request.priority, bool) or not isinstance(request.priority, int):
         raise RequestError(f"priority={request.priority!r} must be an integer; lower is served first", "priority")
-    if request.grammar is not None and (params.min_tokens or params.ignore_eos):
-        raise RequestError("a grammar says where the text ends; leave out min_tokens and ignore_eos", "min_tokens")
     if request.request_id is not None and not isinstance(request.request_id, str):
         raise RequestError(f"request_id={request.request_id!r} must be text, or None to have one made", "request_id")
 
 
+def _check_variants(request: Request) -> None:
+    if not isinstance(request.variants, (tuple, list)) or not all(isinstance(v, Variant) for v in request.variants):
+        raise RequestError("variants must be a tuple of Variant(sampling=...)", "variants")
+    if len(request.variants) > MAX_VARIANTS:
+        raise RequestError(f"{len(request.variants)} variants; at most {MAX_VARIANTS} are allowed", "variants")
+    if (request.sampling, request.sparse_budget_tokens, request.selection) != (None, "default", None):
+        raise RequestError(
+            "sampling, sparse_budget_tokens and selection belong to each of the variants; leave those of the request "
+            "as they are",
+            "variants",
+        )
+    for place, variant in enumerate(request.variants):
+        if isinstance(variant.sampling, SamplingParams) and variant.sampling.n != 1:
+            raise RequestError(
+                f"variant {place} has n={variant.sampling.n}; a variant is one continuation, give it n times",
+                "variants",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Continuation:
+    """How to continue a prompt; `max_tokens` is resolved."""
+
+    sampling: SamplingParams
+    setting: DecodeSetting
+
+
 @dataclasses.dataclass(frozen=True)
 class PreparedRequest:
-    """A request that passed every check: its text, its token ids, and `sampling` with `max_tokens` resolved."""
+    """A request that passed every check; `continuations` are its variants, or how all n of it go on."""
 
     request: Request
     text: str | None
     token_ids: np.ndarray
-    sampling: SamplingParams
-    setting: DecodeSetting
+    continuations: tuple[_Continuation, ...]
 
-    def to_schedule(self, child: str, arrival_s: float, num_generated: int = 0) -> SchedulerRequest:
-        """The scheduler's view of one of its continuations, whose first tokens may have been generated before."""
-        assert self.sampling.max_tokens is not None
-        return SchedulerRequest(
-            request_id=child,
-            arrival_s=arrival_s,
-            priority=self.request.priority,
-            num_prompt_tokens=len(self.token_ids) + num_generated,
-            max_new_tokens=self.sampling.max_tokens - num_generated,
-        )
+    @property
+    def num_continuations(self) -> int:
+        """Outputs that it will have."""
+        return len(self.continuations) if self.request.variants else self.continuations[0].sampling.n
+
+    def to_schedule(self, chain: Sequence[tuple[str, _Continuation, int]], arrival_s: float) -> SchedulerRequest:
+        """The scheduler's view of continuations that follow one another.
+
+        Args:
+            chain: their names, how they go on, and how many of their tokens were generated before a failed step.
+        """
+        first: SchedulerRequest | None = None
+        for child, continuation, num_generated in reversed(chain):
+            assert continuation.sampling.max_tokens is not None
+            first = SchedulerRequest(
+                request_id=child,
+                arrival_s=arrival_s,
+                priority=self.request.priority,
+                num_prompt_tokens=len(self.token_ids) + num_generated,
+                max_new_tokens=continuation.sampling.max_tokens - num_generated,
+                successor=first,
+            )
+        assert first is not None
+        return first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -545,9 +635,11 @@ class _Live:
     """What it takes to start a continuation (again)."""
 
     prepared: PreparedRequest
+    continuation: _Continuation
     seed: tuple[int, int]
 
 
 def _members(plan: StepPlan) -> list[str]:
     """The continuations that a plan works on."""
-    return [*plan.decode, *(item.request_id for segment in plan.prefill for item in segment.items)]
+    prefilling = [item.request_id for segment in plan.prefill for item in segment.items]
+    return [*(restart.request_id for restart in plan.restarts), *plan.decode, *prefilling]

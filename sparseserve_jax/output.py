@@ -36,6 +36,8 @@ class OutputProcessor:
         sampling: with `max_tokens` resolved (`validate_request`).
         eos_token_ids: the union of all the model's EOS ids.
         arrival_s: when the request came, on the clock of the `now_s` arguments.
+        prompt_logprobs: a list that grows while the prompt is worked on, complete when it has an entry for each token;
+            continuations of one prefilled prompt share it. It holds at least the candidates that were asked for.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class OutputProcessor:
         eos_token_ids: Collection[int],
         arrival_s: float,
         detokenizer: Detokenizer,
+        prompt_logprobs: list[list[TokenLogprob] | None] | None = None,
     ) -> None:
         assert sampling.max_tokens is not None, "validate_request resolves max_tokens"
         self.request_id, self.index, self.sampling = request_id, index, sampling
@@ -65,6 +68,8 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._stop = StopChecker(sampling.stop, sampling.include_stop_str_in_output)
         self._logprobs: list[list[TokenLogprob]] | None = None if sampling.logprobs is None else []
+        self.prompt_logprobs: list[list[TokenLogprob] | None] = [None] if prompt_logprobs is None else prompt_logprobs
+        self._prompt_logprobs: list[list[TokenLogprob] | None] | None = None
         self.arrival_s = arrival_s
         self._started = False
         self._last_token_s: float | None = None
@@ -81,6 +86,11 @@ class OutputProcessor:
         if not self._started:
             self._started = True
             self.metrics.queue_s = now_s - self.arrival_s
+
+    def note_restarted(self, now_s: float) -> None:
+        """It begins now, with a prompt that is through the layers already: times count from here."""
+        self.arrival_s = now_s
+        self._started = True
 
     def append(self, token_id: int, logprobs: list[TokenLogprob] | None, now_s: float) -> FinishReason | None:
         """Takes the next token; returns why the continuation ends with it, None if it goes on.
@@ -146,9 +156,20 @@ class OutputProcessor:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self._logprobs is None else list(self._logprobs),
+            prompt_logprobs=self._take_prompt_logprobs(),
             metrics=metrics,
             error=self.error,
         )
+
+    def _take_prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:
+        """As many candidates as were asked for, cut out once, when the prompt's list is complete."""
+        most, is_complete = self.sampling.prompt_logprobs, len(self.prompt_logprobs) == len(self._prompt_token_ids)
+        if self._prompt_logprobs is None and most is not None and is_complete:
+            self._prompt_logprobs = [
+                entry and [c for place, c in enumerate(entry) if place == 0 or c.rank <= most]
+                for entry in self.prompt_logprobs
+            ]
+        return self._prompt_logprobs
 
     def _note_time(self, now_s: float) -> None:
         if self._last_token_s is None:

@@ -19,6 +19,18 @@ class Admission:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A request that takes over the row, the blocks and the prefilled prompt of another, which is in `finished`.
+
+    Tokens after the prompt are forgotten, as are device room and what was selected; its first token is sampled from the
+    logits of the prompt.
+    """
+
+    request_id: str
+    after: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillItem:
     """Prompt tokens [start, end) of one request."""
 
@@ -59,9 +71,11 @@ class StepPlan:
     """One iteration. The runner carries it out in the order of the fields."""
 
     step: int
+    restarts: tuple[Restart, ...] = ()
+    """Requests that begin where others end. Each gets its first token in this step."""
     finished: tuple[str, ...] = ()
-    """Requests that ended or were aborted since the last plan: forget them. Their rows and blocks may be reused in
-    this very plan."""
+    """Requests that ended or were aborted since the last plan: forget them. Their rows and blocks, unless handed
+    over, may be reused in this very plan."""
     parks: tuple[str, ...] = ()
     """Requests that lose their device room: save what only the device has (the newest, partial block)."""
     admissions: tuple[Admission, ...] = ()
@@ -77,7 +91,15 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to carry out."""
-        return not (self.finished or self.parks or self.admissions or self.grants or self.decode or self.prefill)
+        return not (
+            self.restarts
+            or self.finished
+            or self.parks
+            or self.admissions
+            or self.grants
+            or self.decode
+            or self.prefill
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 MAX_LOGPROBS = 20
 MAX_N = 64
+MAX_VARIANTS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 """Characters of all stop strings together: every continuation keeps an automaton of them."""
@@ -49,6 +50,8 @@ class SamplingParams:
             log-probability and rank like a sampled one. Nothing ends the continuation within them: neither EOS nor
             stop tokens or strings; they count towards `max_tokens`, which must leave room for all of them.
         logprobs: None = none; k = the chosen token's and the k best.
+        prompt_logprobs: None = none; k = of every prompt token after the first its log-probability and rank, and the
+            k best (before bias and penalties).
         logit_bias: token id -> number added to its logit, in [-100, 100].
         skip_special_tokens: special tokens leave no text.
     """
@@ -70,6 +73,7 @@ class SamplingParams:
     ignore_eos: bool = False
     forced_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     skip_special_tokens: bool = True
 
@@ -91,8 +95,9 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 low, high = short_repr(self.min_tokens), short_repr(self.max_tokens)
                 raise ValueError(f"min_tokens={low} exceeds max_tokens={high}; lower it")
-        if self.logprobs is not None:
-            keep("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                keep(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         if self.seed is not None:
             keep("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
@@ -149,6 +154,15 @@ class Grammar(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of several continuations of a prompt; see `Request.variants` and, for the fields, `Request`."""
+
+    sampling: SamplingParams
+    sparse_budget_tokens: SparseBudget = "default"
+    selection: SelectionMethod | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and how to continue it.
 
@@ -161,6 +175,9 @@ class Request:
         sparse_budget_tokens: tokens a decode step of this request may attend to, None = all; "default" = the engine's.
         selection: how it chooses them; None = the engine's way. Budget and selection together must be the engine's own
             or among its `extra_decode_settings`.
+        variants: several continuations from the same prefilled prompt, one after the other; they take the place of
+            `sampling` (n = 1 in each), `sparse_budget_tokens` and `selection`. Each gives the tokens that a request
+            of its own would; its output's `index` is its place here.
     """
 
     prompt: Prompt
@@ -170,6 +187,7 @@ class Request:
     grammar: Grammar | None = None
     sparse_budget_tokens: SparseBudget = "default"
     selection: SelectionMethod | None = None
+    variants: tuple[Variant, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +205,7 @@ class RequestMetrics:
 
     Attributes:
         queue_s: arrival to first prefill work.
-        ttft_s: arrival to first token.
+        ttft_s: arrival to first token; of a variant after the first: its start to its first token.
         tbt_s: time between tokens, one per token after the first.
         blocks_selected / blocks_hit / blocks_loaded: pieces attended to, found on the device, fetched from the host.
             In unified mode every piece is a hit.
@@ -217,12 +235,14 @@ class RequestMetrics:
 class RequestOutput:
     """A continuation, whole or so far (`finish_reason` is None while it grows).
 
-    With `n` > 1 a prompt gives n outputs with `index` 0..n-1, next to each other.
+    With `n` > 1 a prompt gives n outputs with `index` 0..n-1, next to each other; so it does with n `variants`.
 
     Attributes:
         text: all text so far; never part of a stop string, never half a character.
         delta: with `stream=True` the text added since the last output of this request.
         logprobs: per token the candidates, the chosen token first; None unless asked for.
+        prompt_logprobs: per prompt token the candidates, itself first; None for the first token. None unless asked for,
+            and of a request that ended before its prompt was through the layers. Snapshots share the list.
         error: why, when `finish_reason` is "error".
     """
 
@@ -236,6 +256,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     error: str | None = None
 

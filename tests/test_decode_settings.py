@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparseserve_jax import Engine, EngineConfig, Request, RequestError, RequestOutput, SamplingParams
+from sparseserve_jax import Engine, EngineConfig, Request, RequestError, RequestOutput, SamplingParams, Variant
 from sparseserve_jax.cli import parse_decode_settings
 from tests.tiny_model import random_prompt, write_sharp_model
 
@@ -99,10 +99,10 @@ def test_nothing_compiles_after_warm_up(model):
     assert [step.rpartition(", ")[2] for step in named] == ["128:cuboid-mean", "64:quest", "dense"]
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        warm.generate(
-            [dataclasses.replace(r, sparse_budget_tokens=64, selection="quest", prompt=r.prompt[:90])
-             for r in requests_of(64, "quest")] + [dataclasses.replace(requests_of(None, None)[1])]
-        )  # fmt: skip
+        quest = [dataclasses.replace(request, prompt=request.prompt[:90]) for request in requests_of(64, "quest")]
+        params = dataclasses.replace(SAMPLING, prompt_logprobs=1, forced_token_ids=(5, 6))
+        variants = (Variant(sampling=params), Variant(sampling=SAMPLING, sparse_budget_tokens=None))
+        warm.generate([*quest, requests_of(None, None)[1], Request(prompt=random_prompt(200, 0), variants=variants)])
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert seen == []

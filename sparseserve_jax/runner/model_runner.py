@@ -26,11 +26,12 @@ from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
 from sparseserve_jax.models.kv_state import StepSpec, allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.prefill import begin_prefill, prefill_layer, prefill_logits
-from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, StepPlan
-from sparseserve_jax.request import SamplingParams
-from sparseserve_jax.runner import buckets, transfers
+from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, Restart, StepPlan
+from sparseserve_jax.request import SamplingParams, TokenLogprob
+from sparseserve_jax.runner import buckets, restarts, transfers
 from sparseserve_jax.runner.prefill_calls import OpenCall
-from sparseserve_jax.runner.sequences import Sequence, SequenceTables
+from sparseserve_jax.runner.prompt_logprobs import PendingPromptLogprobs, possible_slices, score_prompts, score_rows
+from sparseserve_jax.runner.sequences import PromptEnd, Sequence, SequenceTables
 from sparseserve_jax.runner.token_sampler import PendingTokens, SampledToken, TokenSampler
 
 
@@ -42,12 +43,14 @@ class RunnerResult:
         tokens: by request id: the sampled token (decode and completed prefill).
         stats: by request id: what the decode step did; empty when every layer is dense.
         selected: by request id, with `record_selection`: logical ids `[num_sparse_layers, num_kv_heads, n]`.
+        prompt_logprobs: by request id: entries of its prompt's next tokens (the first token has none).
         bytes_loaded / bytes_saved: by request id, moved between the tiers in this step.
     """
 
     tokens: dict[str, SampledToken]
     stats: dict[str, DecodeStats]
     selected: dict[str, np.ndarray]
+    prompt_logprobs: dict[str, list[list[TokenLogprob]]]
     bytes_loaded: dict[str, int]
     bytes_saved: dict[str, int]
 
@@ -59,6 +62,7 @@ class RunningStep:
     Attributes:
         decoded: batches of the decode step with what it gave.
         pending: tokens that are being sampled.
+        scored: log-probabilities of prompts that are being computed, in order.
         loaded / saved: bytes by request id that the host knows of (what decode steps load, only the device knows).
     """
 
@@ -66,6 +70,7 @@ class RunningStep:
     layout: KVLayout
     decoded: list[tuple[list[Sequence], DecodeOutputs]] = dataclasses.field(default_factory=list)
     pending: list[PendingTokens] = dataclasses.field(default_factory=list)
+    scored: list[PendingPromptLogprobs] = dataclasses.field(default_factory=list)
     loaded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     saved: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
@@ -86,9 +91,14 @@ class RunningStep:
                 self.loaded[sequence.request_id] += row[2] * self.layout.piece_bytes
                 if chosen is not None:
                     selected[sequence.request_id] = chosen[:, index]
+        prompt_logprobs: dict[str, list[list[TokenLogprob]]] = {}
+        for scored in self.scored:
+            for request_id, entries in scored.fetch().items():
+                prompt_logprobs.setdefault(request_id, []).extend(entries)
         return RunnerResult(
-            tokens=tokens, stats=stats, selected=selected, bytes_loaded=dict(self.loaded), bytes_saved=dict(self.saved)
-        )
+            tokens=tokens, stats=stats, selected=selected, prompt_logprobs=prompt_logprobs,
+            bytes_loaded=dict(self.loaded), bytes_saved=dict(self.saved),
+        )  # fmt: skip
 
 
 class ModelRunner:
@@ -198,8 +208,14 @@ class ModelRunner:
             self._begin(call)
             for layer in layers:
                 self._prefill_layer(call, layer)
+            if single:
+                for size in possible_slices(num_tokens):
+                    zeros = to_device([np.zeros(size, np.int32), np.zeros(size, np.int32)])
+                    score_rows(self.params, call.hidden, *zeros, spec=self.spec)
             rows = np.zeros(buckets.NUM_PREFILL_PROMPTS, np.int32)
-            self._warm_up_sampler(prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec))
+            logits = prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec)
+            self._warm_up_sampler(logits)
+            self._warm_up_restarts(logits)
         yield "tables and transfers"
         self._forget(self._tables.padding_row, 0, history=True)
         if self.layout.tiered:
@@ -212,6 +228,12 @@ class ModelRunner:
         for params, allowed in ((greedy, {}), (everything, {"": words}), (greedy, {"": words})):
             sequence = Sequence("", np.zeros(1, np.int32), params, (0, 0), row=self._tables.padding_row)
             self._sampler.sample([sequence], logits, allowed).fetch()
+
+    def _warm_up_restarts(self, logits: Array) -> None:
+        restarts.as_batch(restarts.take_row(logits, to_device(np.int32(0))))
+        if self._state.scales:
+            null_block = to_device(np.int32(0))
+            self._state = restarts.put_block(self._state, restarts.take_block(self._state, null_block), null_block)
 
     def _warm_up_transfers(self) -> None:
         layout = self.layout
@@ -240,6 +262,7 @@ class ModelRunner:
         """
         step = RunningStep(plan, self.layout)
         self._loaded, self._saved = step.loaded, step.saved
+        step.pending += [self._restart(restart) for restart in plan.restarts]
         for request_id in plan.finished:
             self._finish(request_id)
         self._park(plan.parks)
@@ -254,14 +277,43 @@ class ModelRunner:
 
     def sample_decoded(self, step: RunningStep, allowed: Mapping[str, np.ndarray] | None = None) -> None:
         """Dispatches the choice of the decoded tokens; `allowed` as in `TokenSampler.sample`."""
-        step.pending = [self._sampler.sample(sequences, outputs.logits, allowed) for sequences, outputs in step.decoded]
+        step.pending += [
+            self._sampler.sample(sequences, outputs.logits, allowed) for sequences, outputs in step.decoded
+        ]
 
     def run_prefill(self, step: RunningStep, allowed: Mapping[str, np.ndarray] | None = None) -> None:
         """Dispatches the plan's prefill work and the choice of first tokens; `allowed` as in `TokenSampler.sample`."""
         for segment in step.plan.prefill:
-            ended = self._prefill(segment)
+            ended = self._prefill(segment, step.scored)
             if ended is not None:
                 step.pending.append(self._sampler.sample(*ended, allowed))
+
+    def _restart(self, restart: Restart) -> PendingTokens:
+        """A request takes over the prompt of another and gets its first token."""
+        before, sequence = self._sequences[restart.after], self._sequences[restart.request_id]
+        end = before.prompt_end
+        assert end is not None, "a request ends after its prompt is through the layers"
+        sequence.row, sequence.block_ids, before.row = before.row, before.block_ids, -1
+        sequence.num_computed = len(sequence.prompt_token_ids)
+        if sequence.has_successor:
+            sequence.prompt_end = end
+        if end.block is not None:
+            block_id = to_device(self._last_prompt_block(sequence))
+            self._state = restarts.put_block(self._state, end.block, block_id)
+        # The host has the prompt's blocks whole, so that without its device room it is where prefill left it.
+        self._tables.withdraw(sequence.row)
+        self._forget(sequence.row, 0, history=True)
+        return self._sampler.sample([sequence], restarts.as_batch(end.logits))
+
+    def _note_prompt_end(self, sequence: Sequence, logits: Array, row: int) -> None:
+        block = None
+        if self._state.scales and len(sequence.prompt_token_ids) % self.layout.block_size:
+            block = restarts.take_block(self._state, to_device(self._last_prompt_block(sequence)))
+        sequence.prompt_end = PromptEnd(restarts.take_row(logits, to_device(np.int32(row))), block)
+
+    def _last_prompt_block(self, sequence: Sequence) -> np.generic:
+        """Id of the block of the prompt's last token."""
+        return sequence.block_ids[(len(sequence.prompt_token_ids) - 1) // self.layout.block_size]
 
     def _finish(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
@@ -407,8 +459,14 @@ class ModelRunner:
     def _key(self, call: OpenCall) -> tuple[str, int]:
         return call.first.request_id, call.first.start
 
-    def _prefill(self, segment: PrefillSegment) -> tuple[list[Sequence], Array] | None:
-        """Runs a segment; returns the sequences whose prompt it completed and their logits."""
+    def _prefill(
+        self, segment: PrefillSegment, scored: list[PendingPromptLogprobs]
+    ) -> tuple[list[Sequence], Array] | None:
+        """Runs a segment; returns the sequences whose prompt it completed and their logits.
+
+        Args:
+            scored: gets the log-probabilities of prompt tokens that are through the last layer.
+        """
         key = (segment.items[0].request_id, segment.items[0].start)
         call = self._calls.get(key)
         if call is None:
@@ -423,12 +481,18 @@ class ModelRunner:
         del self._calls[key]
         for item in segment.items:
             self._sequences[item.request_id].num_computed = item.end
+        pending = score_prompts(self.params, call, spec=self.spec)
+        if pending is not None:
+            scored.append(pending)
         ended = call.last_rows()
         if not ended:
             return None
         rows = np.zeros(buckets.NUM_PREFILL_PROMPTS, np.int32)
         rows[: len(ended)] = [row for _, row in ended]
         logits = prefill_logits(self.params, call.hidden, *to_device([rows]), spec=self.spec)
+        for place, (sequence, _) in enumerate(ended):
+            if sequence.has_successor:
+                self._note_prompt_end(sequence, logits, place)
         return [sequence for sequence, _ in ended], logits
 
     def _open_call(self, items: tuple[PrefillItem, ...], *, min_tokens: int = 1) -> OpenCall:

@@ -76,6 +76,15 @@ class OpenCall:
             if p.item.end == len(p.sequence.prompt_token_ids)
         ]
 
+    def scored_rows(self) -> list[tuple[Sequence, np.ndarray, np.ndarray]]:
+        """For each prompt that wants log-probabilities of its tokens: the rows that have a next token, and these."""
+        scored = []
+        for p in self._placed:
+            if p.sequence.num_prompt_logprobs is not None:
+                targets = p.sequence.prompt_token_ids[p.item.start + 1 : p.item.end + 1]
+                scored.append((p.sequence, p.offset + np.arange(len(targets), dtype=np.int32), targets))
+        return scored
+
     def drop(self, request_id: str) -> bool:
         """Blots a request out; returns whether any other is left."""
         if any(p.item.request_id == request_id for p in self._placed):

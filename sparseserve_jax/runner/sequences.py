@@ -5,11 +5,26 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from jaxtyping import Array
 
 from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import DecodeSetting
 from sparseserve_jax.plan import Admission, Grant
 from sparseserve_jax.request import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptEnd:
+    """The device's state at the end of a prompt, as far as later tokens overwrite it.
+
+    Attributes:
+        logits: `[vocab]`, of the first token.
+        block: by layer the prompt's partial block and its scales, where quantised blocks lose by every further token;
+            None where they do not, or the last block is full.
+    """
+
+    logits: Array
+    block: tuple[tuple[Array, Array], ...] | None
 
 
 @dataclasses.dataclass
@@ -23,6 +38,9 @@ class Sequence:
         has_grant: it holds device slots or dense blocks (tiered).
         num_resumed: of the prompt's tokens the last that many were generated, before a failed step; `num_generated`
             begins with them.
+        num_prompt_logprobs: candidates wanted for each prompt token; None = none of it.
+        has_successor: another request will begin with its prompt.
+        prompt_end: what that needs beside the prompt's full blocks; None before the prompt is through the layers.
     """
 
     request_id: str
@@ -35,6 +53,9 @@ class Sequence:
     num_computed: int = 0
     num_generated: int = 0
     has_grant: bool = False
+    num_prompt_logprobs: int | None = None
+    has_successor: bool = False
+    prompt_end: PromptEnd | None = None
     num_resumed: int = 0
 
     def __post_init__(self) -> None:

@@ -12,7 +12,8 @@ class RequestState(enum.Enum):
     WAITING = "waiting"
     """Known, holds nothing."""
     PREFILL = "prefill"
-    """Holds a row and all its KV blocks; its prompt is going through the layers."""
+    """Holds a row and all its KV blocks; its first token is to come: its prompt is going through the layers, or it took
+    over that of another request."""
     PARKED = "parked"
     """Decoding, but without device room (tiered mode only)."""
     RUNNING = "running"
@@ -29,6 +30,8 @@ class SchedulerRequest:
         arrival_s: on the clock that `schedule` is called with.
         priority: lower is served first.
         max_new_tokens: it ends after this many at the latest.
+        successor: takes over prompt, row and blocks when this one has ended, unless it is aborted. Of the same prompt
+            and priority; it is not added itself.
         state: see `RequestState`.
         arrival_idx: number of the `add_request` call; -1 before.
         row: of the runner's per-sequence tables, -1 = none.
@@ -43,6 +46,7 @@ class SchedulerRequest:
     num_prompt_tokens: int
     max_new_tokens: int
     priority: int = 0
+    successor: SchedulerRequest | None = None
     state: RequestState = dataclasses.field(default=RequestState.WAITING, init=False)
     arrival_idx: int = dataclasses.field(default=-1, init=False)
     row: int = dataclasses.field(default=-1, init=False)
@@ -69,8 +73,9 @@ class SchedulerRequest:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens whose blocks are reserved: prompt and new."""
-        return self.num_prompt_tokens + self.max_new_tokens
+        """Tokens whose blocks are reserved: prompt and new, of itself or a longer successor."""
+        own = self.num_prompt_tokens + self.max_new_tokens
+        return own if self.successor is None else max(own, self.successor.max_tokens)
 
     @property
     def context_tokens(self) -> int:

@@ -8,7 +8,7 @@ import dataclasses
 from sparseserve_jax.cache.block_pool import BlockPool
 from sparseserve_jax.cache.layout import KVLayout
 from sparseserve_jax.config import EngineConfig
-from sparseserve_jax.plan import Admission, Grant, StepPlan, StepResult
+from sparseserve_jax.plan import Admission, Grant, Restart, StepPlan, StepResult
 from sparseserve_jax.scheduler.batch_control import Candidate, admit_without_control, admit_working_sets
 from sparseserve_jax.scheduler.device_room import DeviceRoom
 from sparseserve_jax.scheduler.prefill_plan import PrefillPlanner
@@ -54,6 +54,7 @@ class Scheduler:
         self._waiting: list[SchedulerRequest] = []  # both lists in scheduling order
         self._admitted: list[SchedulerRequest] = []
         self._ended: list[str] = []
+        self._restarts: list[Restart] = []
         self._num_added = 0
         self._num_plans = 0
         self._owed: StepPlan | None = None
@@ -99,12 +100,20 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state, also between a plan and its result; False if it is not live (any more).
 
-        Everything it holds may be reused from the next plan on, which reports it as finished.
+        Everything it holds may be reused from the next plan on, which reports it and its successors as finished.
         """
         request = self._live.get(request_id)
         if request is None:
             return False
         self._end(request)
+        return True
+
+    def finish(self, request_id: str) -> bool:
+        """Ends a request that has its last token, as `abort` does, but its successor follows, if it has one."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._end_or_hand_over(request)
         return True
 
     # --- one iteration -----------------------------------------------------------------------------------------------
@@ -118,6 +127,7 @@ class Scheduler:
         if self._owed is not None:
             raise RuntimeError(f"schedule() before update() of plan {self._owed.step}")
         finished, self._ended = tuple(self._ended), []
+        restarts, self._restarts = tuple(r for r in self._restarts if r.request_id in self._live), []
         batch = self._schedule_decode()  # before admissions: who is admitted now does not decode in this step
         admissions = self._admit()
         segments, completed = self._prefill.plan()
@@ -128,6 +138,7 @@ class Scheduler:
                     request.prefill_start_s = now_s
         plan = StepPlan(
             step=self._num_plans,
+            restarts=restarts,
             finished=finished,
             parks=batch.parks,
             admissions=admissions,
@@ -149,7 +160,8 @@ class Scheduler:
         if result.step != plan.step or (plan is not self._owed and not plan.is_empty):
             owed = "none" if self._owed is None else str(self._owed.step)
             raise ValueError(f"result of step {result.step} for plan {plan.step}; the plan without a result is {owed}")
-        expected = [r for r in (*plan.decode, *plan.completes_prefill) if r in self._live]
+        restarted = (restart.request_id for restart in plan.restarts)
+        expected = [r for r in (*restarted, *plan.decode, *plan.completes_prefill) if r in self._live]
         sampled = set(result.sampled)
         missing = [r for r in expected if r not in sampled]
         if missing:
@@ -175,7 +187,7 @@ class Scheduler:
 
     @property
     def num_prefilling(self) -> int:
-        """Admitted requests whose prompt is not through the layers."""
+        """Admitted requests without a token: their prompts are not through the layers, or they are about to restart."""
         return self._count(RequestState.PREFILL)
 
     @property
@@ -258,7 +270,26 @@ class Scheduler:
         if request.state is RequestState.PREFILL:
             request.state = RequestState.PARKED if self._layout.tiered else RequestState.RUNNING
         if is_last or request.num_generated >= request.max_new_tokens:
+            self._end_or_hand_over(request)
+
+    def _end_or_hand_over(self, request: SchedulerRequest) -> None:
+        successor = request.successor
+        if successor is None:
             self._end(request)
+            return
+        del self._live[request.request_id]
+        _remove(self._admitted, request)
+        self._room.release(request.request_id)
+        self._working_sets.forget(request.request_id)
+        successor.row, successor.block_ids = request.row, request.block_ids
+        successor.arrival_s, successor.arrival_idx = request.arrival_s, request.arrival_idx
+        successor.prefill_start_s = request.prefill_start_s
+        request.row, request.block_ids = -1, ()
+        request.state, successor.state = RequestState.FINISHED, RequestState.PREFILL
+        self._live[successor.request_id] = successor
+        _insert(self._admitted, successor)
+        self._restarts.append(Restart(request_id=successor.request_id, after=request.request_id))
+        self._ended.append(request.request_id)
 
     def _end(self, request: SchedulerRequest) -> None:
         """Frees everything a live request holds, once, whatever its state."""
@@ -275,6 +306,11 @@ class Scheduler:
             request.row, request.block_ids = -1, ()
         request.state = RequestState.FINISHED
         self._ended.append(request.request_id)
+        follower = request.successor
+        while follower is not None:  # the runner knows them, too
+            follower.state = RequestState.FINISHED
+            self._ended.append(follower.request_id)
+            follower = follower.successor
 
 
 def _insert(requests: list[SchedulerRequest], request: SchedulerRequest) -> None:

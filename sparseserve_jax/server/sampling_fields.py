@@ -33,7 +33,7 @@ def completion_sampling(fields: CompletionRequest) -> SamplingParams:
     if fields.logprobs is not None:
         given["logprobs"] = fields.logprobs
         if fields.echo:
-            _refuse_prompt_logprobs("echo with logprobs")
+            given["prompt_logprobs"] = fields.logprobs
     return _sampling(fields, given)
 
 
@@ -68,18 +68,13 @@ def _sampling(fields: GenerationFields, given: dict[str, Any]) -> SamplingParams
     if fields.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in fields.logit_bias.items()}
     if fields.prompt_logprobs is not None:
-        _refuse_prompt_logprobs("prompt_logprobs")
+        given["prompt_logprobs"] = max(fields.prompt_logprobs, given.get("prompt_logprobs", 0))
     if fields.stream_options is not None and not fields.stream:
         raise APIError(400, "stream_options needs stream: true", param="stream_options")
     try:
         return SamplingParams(**given)
     except ValueError as error:
         raise APIError(400, str(error), param=_named_field(str(error), fields)) from error
-
-
-def _refuse_prompt_logprobs(param: str) -> None:
-    message = f"{param}: log-probabilities of prompts are not supported"
-    raise APIError(400, message, param=param.partition(" ")[0], code="unsupported_parameter")
 
 
 def _token_id(key: str) -> int:

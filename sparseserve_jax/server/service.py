@@ -288,7 +288,7 @@ class Job:
         self._is_closed = True
         self.ended_ns = time.time_ns()
         num_ended = collections.Counter(place for place, _ in self.last)
-        unfinished = [t.request_id for t in self._tickets if num_ended[t.place] < t.prepared.sampling.n]
+        unfinished = [t.request_id for t in self._tickets if num_ended[t.place] < t.prepared.num_continuations]
         if unfinished:
             self._thread.abort(unfinished)
         self._service.note_closed(self._num_continuations)

@@ -68,7 +68,7 @@ class Ticket:
         return Piece(
             place=self.place, index=output.index, text=output.delta if self.stream else output.text,
             token_ids=output.token_ids[sent:], logprobs=None if output.logprobs is None else output.logprobs[sent:],
-            prompt_logprobs=getattr(output, "prompt_logprobs", None) if is_first else None,
+            prompt_logprobs=output.prompt_logprobs if is_first else None,
             finish_reason=output.finish_reason, stop_reason=output.stop_reason,
             metrics=output.metrics if ended else None, error=output.error,
         )  # fmt: skip
@@ -78,10 +78,10 @@ class Ticket:
         return [
             Piece(place=self.place, index=index, text="", token_ids=[], logprobs=None, prompt_logprobs=None,
                   finish_reason="error", stop_reason=None, metrics=None, error=reason)
-            for index in range(self.prepared.sampling.n)
+            for index in range(self.prepared.num_continuations)
         ]  # fmt: skip
 
     @property
     def is_ended(self) -> bool:
         """All its continuations have ended."""
-        return self.num_ended >= self.prepared.sampling.n
+        return self.num_ended >= self.prepared.num_continuations

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sparseserve_jax.cache.layout import MAX_PACKED_PROMPTS, KVLayout
 from sparseserve_jax.config import EngineConfig
-from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillSegment, StepPlan, StepResult
+from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillSegment, Restart, StepPlan, StepResult
 from sparseserve_jax.scheduler.request_state import SchedulerRequest
 
 
@@ -49,8 +49,11 @@ class FakeRunner:
         self.num_parks = 0
 
     def add(self, request: SchedulerRequest) -> None:
-        assert request.request_id not in self.known
-        self.known[request.request_id] = Tracked(request)
+        follower: SchedulerRequest | None = request
+        while follower is not None:
+            assert follower.request_id not in self.known
+            self.known[follower.request_id] = Tracked(follower)
+            follower = follower.successor
 
     def end(self, request_id: str) -> None:
         """Notes that a request ended or was aborted; the next plan must say so."""
@@ -59,6 +62,8 @@ class FakeRunner:
     def execute(self, plan: StepPlan, now_s: float = 0.0) -> StepResult:
         ended = {r for r, t in self.known.items() if t.ended}
         assert set(plan.finished) == ended and len(plan.finished) == len(ended)
+        for restart in plan.restarts:
+            self._restart(restart)
         for request_id in plan.finished:
             self._forget(self.known.pop(request_id))
         for request_id in plan.parks:
@@ -70,6 +75,8 @@ class FakeRunner:
         for grant in plan.grants:
             self._grant(grant)
         self._check_decode(plan)
+        for restart in plan.restarts:
+            self.known[restart.request_id].prefilled = True
         completed = self._prefill(plan.prefill)
         assert sorted(completed) == sorted(plan.completes_prefill)
         return self._result(plan)
@@ -94,6 +101,16 @@ class FakeRunner:
             self.slots.difference_update(tracked.grant.slot_ids)
             self.dense.difference_update(tracked.grant.dense_block_ids)
             tracked.grant = None
+
+    def _restart(self, restart: Restart) -> None:
+        before, tracked = self.known[restart.after], self.known[restart.request_id]
+        assert before.ended and before.prefilled and before.tokens and before.row is not None
+        assert before.request.successor is tracked.request
+        assert not tracked.ended and tracked.row is None and tracked.tokens == 0
+        self._drop_grant(before)
+        tracked.row, tracked.block_ids, tracked.layer_tokens = before.row, before.block_ids, before.layer_tokens
+        assert len(tracked.block_ids) >= self.layout.blocks_for(tracked.request.max_tokens)
+        before.row = None
 
     def _admit(self, admission: Admission) -> None:
         tracked = self.known[admission.request_id]
@@ -205,7 +222,7 @@ class FakeRunner:
     # --- result ------------------------------------------------------------------------------------------------------
 
     def _result(self, plan: StepPlan) -> StepResult:
-        sampled = (*plan.decode, *plan.completes_prefill)
+        sampled = (*(restart.request_id for restart in plan.restarts), *plan.decode, *plan.completes_prefill)
         finished = []
         for request_id in sampled:
             tracked = self.known[request_id]

@@ -34,11 +34,17 @@ class Harness:
     def add(self, request: SchedulerRequest) -> None:
         self.scheduler.add_request(request)
         self.runner.add(request)
-        self.requests[request.request_id] = request
+        follower: SchedulerRequest | None = request
+        while follower is not None:
+            self.requests[follower.request_id] = follower
+            follower = follower.successor
 
     def abort(self, request_id: str) -> None:
+        follower: SchedulerRequest | None = self.requests[request_id]
         assert self.scheduler.abort(request_id)
-        self._end(request_id)
+        while follower is not None:
+            self._end(follower.request_id)
+            follower = follower.successor
 
     def step(self, between: Callable[[], None] = lambda: None) -> StepPlan:
         """One iteration; `between` runs while the plan is on its way (aborts)."""

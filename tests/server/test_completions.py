@@ -95,7 +95,7 @@ def test_logprobs_of_completions(server):
     assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [6] * 4
     for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
         assert value <= 0 and top[token] == value == max(top.values()), "greedy: the token is the best"
-        assert len(top) == 3
+        assert 1 <= len(top) <= 3, "tokens of the same text count once"
     assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
     merged: dict[str, list[Any]] = {name: [] for name in found}
     for event in stream(server, prompt="hello", max_tokens=6, logprobs=3):
@@ -119,6 +119,22 @@ def test_echo(server):
     plain = server.complete(prompt="hello", max_tokens=4)["choices"][0]["text"]
     assert server.complete(prompt="hello", max_tokens=4, echo=True)["choices"][0]["text"] == "hello" + plain
     assert texts(stream(server, prompt="hello", max_tokens=4, echo=True)) == {0: "hello" + plain}
+
+
+def test_logprobs_of_prompts(server):
+    """Scoring, as evaluation harnesses do it: echo, and no new token."""
+    ids = server.client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    scored = server.complete(prompt="hello", max_tokens=0, echo=True, logprobs=2)
+    choice = scored["choices"][0]
+    assert choice["text"] == "hello" and scored["usage"]["completion_tokens"] == 0
+    found = choice["logprobs"]
+    assert len(found["tokens"]) == len(ids) and found["token_logprobs"][0] is None
+    assert all(value < 0 for value in found["token_logprobs"][1:])
+    longer = server.complete(prompt="hello", max_tokens=3, echo=True, logprobs=2)["choices"][0]["logprobs"]
+    assert longer["token_logprobs"][: len(ids)] == found["token_logprobs"] and len(longer["tokens"]) == len(ids) + 3
+    ours = server.complete(prompt="hello", max_tokens=1, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    assert ours[0] is None
+    assert [entry[str(i)]["logprob"] for entry, i in zip(ours[1:], ids[1:], strict=True)] == found["token_logprobs"][1:]
 
 
 UNICODE = "(\N{GRINNING FACE}|\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}|\u0e44\u0e21\u0e49|\u4e2da|\u00e9){4,20}"

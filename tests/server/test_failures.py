@@ -30,7 +30,7 @@ def poison(engine, monkeypatch, is_poisoned: Callable[[Any], bool]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_poisoned_request_fails_alone(server, engine, monkeypatch, stream):
-    prompts = [random_prompt(60 + 40 * i, i) for i in range(6)]
+    prompts = [random_prompt(20 + 15 * i, i) for i in range(6)]  # within the sparse budget: all is exact
     expected = [server.complete(prompt=prompt, max_tokens=20)["choices"] for prompt in prompts]
     poison(engine, monkeypatch, lambda p: p._prompt_token_ids[0] == POISON and len(p.token_ids) >= 4)
     fields = {"prompt": [POISON, *random_prompt(50, 9)], "max_tokens": 20, "ignore_eos": True, "stream": stream}

@@ -10,7 +10,7 @@ import pytest
 
 from sparseserve_jax.server.context import JsonFormatter
 from sparseserve_jax.server.settings import ServerSettings
-from tests.server.running_server import RunningServer
+from tests.server.running_server import RunningServer, wait_until
 from tests.tiny_model import random_prompt
 
 EXPECTED = (
@@ -87,7 +87,8 @@ def test_a_line_in_the_log_for_every_request(server, caplog):
             "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, headers={"X-Request-Id": "log-me"}
         )
         server.client.get("/health")
-    record = caplog.records[-1]
+        wait_until(lambda: len(caplog.records) > 0)
+    (record,) = caplog.records
     line = json.loads(JsonFormatter().format(record))
     assert line["request_id"] == "log-me" and line["completion_tokens"] == 3 and line["status"] == 200
     assert line["ttft_s"] > 0 and line["finish_reasons"] and line["path"] == "/v1/completions"

@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import random
 import socket
-import threading
 import time
 
 import httpx
@@ -17,12 +16,16 @@ from tests.server.running_server import RunningServer, error_of, wait_until
 from tests.tiny_model import random_prompt
 
 
-def send_and_vanish(server: RunningServer, *, stream: bool, prompt: list[int], after_s: float) -> None:
-    """A request on a socket of its own, closed whatever has come."""
+def request_on_a_socket(server: RunningServer, *, stream: bool, prompt: list[int]) -> socket.socket:
     body = json.dumps({"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def send_and_vanish(server: RunningServer, *, stream: bool, prompt: list[int], after_s: float) -> None:
+    with request_on_a_socket(server, stream=stream, prompt=prompt):
         time.sleep(after_s)
 
 
@@ -30,13 +33,8 @@ def send_and_vanish(server: RunningServer, *, stream: bool, prompt: list[int], a
 def test_a_client_that_goes_frees_everything(server, stream):
     aborted = 'request_success_total{finished_reason="abort",model_name="tiny"}'
     before = server.gauges()[aborted]
-    holding = threading.Thread(
-        target=send_and_vanish, args=(server,),
-        kwargs={"stream": stream, "prompt": random_prompt(300, 1), "after_s": 1.0},
-    )  # fmt: skip
-    holding.start()
-    wait_until(lambda: server.gauges()["num_requests_running"] + server.gauges()["num_requests_parked"] == 1)
-    holding.join()
+    with request_on_a_socket(server, stream=stream, prompt=random_prompt(300, 1)):
+        wait_until(lambda: server.service.metrics.state.num_known == 1)
     server.assert_idle()
     assert server.gauges()[aborted] == before + 1
 
@@ -65,7 +63,7 @@ def test_rounds_of_clients_that_vanish(server):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_request_that_takes_too_long_is_aborted(engine, stream):
-    with RunningServer(engine, ServerSettings(request_timeout_s=0.3)) as server:
+    with RunningServer(engine, ServerSettings(request_timeout_s=0.1)) as server:
         server.wait_ready()
         fields = {"prompt": random_prompt(100, 0), "max_tokens": 400, "ignore_eos": True, "stream": stream}
         response = server.client.post("/v1/completions", json=fields)
