@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
+from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams, Variant
 from sparseserve_jax.recovery import TOKENS_TO_CLEAR, Quarantine
 from tests.tiny_model import random_prompt, write_sharp_model
 
@@ -177,4 +177,41 @@ def test_requests_may_come_and_go_during_trials(engine, monkeypatch):
         ended.update({o.request_id: o.finish_reason for o in outputs if o.finish_reason})
     assert has_failed
     assert ended["r1"] == "abort" and set(ended) == {"r0", "r1", "r2", "new"} and "error" not in ended.values()
+    assert all(pool.used == 0 for pool in engine.scheduler.pool_usage().values())
+
+
+@pytest.mark.parametrize("fails_at", [2, 9, 14])
+def test_variants_go_on_after_a_failed_step(engine, monkeypatch, fails_at):
+    """Whichever of them is running; and log-probabilities of the prompt come once."""
+    variants = tuple(
+        Variant(sampling=SamplingParams(temperature=t, seed=3, max_tokens=6, prompt_logprobs=k))
+        for t, k in ((0.0, 1), (1.0, None), (0.7, 2))
+    )
+    request = Request(prompt=random_prompt(50, 4), variants=variants)
+    expected = engine.generate([request])
+    real, num_decodes, has_failed = engine.runner.begin, 0, False
+
+    def fail_once(plan, *, sample):
+        nonlocal num_decodes, has_failed
+        num_decodes += bool(plan.decode)
+        if num_decodes == fails_at and not has_failed:
+            has_failed = True
+            raise RuntimeError("once")
+        return real(plan, sample=sample)
+
+    monkeypatch.setattr(engine.runner, "begin", fail_once)
+    engine.add_request(request)
+    ended = {}
+    while engine.has_unfinished():
+        try:
+            outputs = engine.step()
+        except RuntimeError:
+            engine.recover()
+            continue
+        ended.update({output.index: output for output in outputs if output.finish_reason})
+    assert has_failed
+    for index, output in enumerate(expected):
+        assert ended[index].token_ids == output.token_ids, index
+        assert (ended[index].prompt_logprobs is None) == (variants[index].sampling.prompt_logprobs is None)
+    assert ended[0].prompt_logprobs == expected[0].prompt_logprobs
     assert all(pool.used == 0 for pool in engine.scheduler.pool_usage().values())
