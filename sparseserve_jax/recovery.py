@@ -12,9 +12,10 @@ class Quarantine:
     """Trials after a failed step, in which only some of the suspects run.
 
     All requests of the failed step are suspects. They run in two groups, one after the other, until each of a group has
-    got past the point of failure; a group that fails again is halved, and a group of one that fails is guilty. Whoever
-    is not on trial waits. So a request fails only if it was in a failing step twice, the second time alone, and the
-    others start over from what they have.
+    got past the point of failure; a group that fails again is halved, and a group of one that fails is guilty. After a
+    failure the first group runs alone, the others wait; a group that got past it goes on beside the next, so when that
+    fails both are suspects, the one on trial first. A request fails only if it was in a failing step twice, the second
+    time alone, and the others start over from what they have.
     """
 
     def __init__(self) -> None:
@@ -33,14 +34,15 @@ class Quarantine:
             in_step: requests of the failed step.
             num_tokens: by live request what it has generated.
         """
-        self._trial = self._not_cleared(num_tokens)
-        on_trial = bool(self._trial)
-        suspects = [request for request in (self._trial or in_step) if request in num_tokens]
+        trial = [request for request in self._not_cleared(num_tokens) if request in num_tokens]
         self._trial = {}
-        if on_trial and len(suspects) == 1:
-            return suspects
+        members = [request for request in in_step if request in num_tokens]
+        if len(members) == 1 and members[0] in trial:
+            return members
+        suspects = sorted(members, key=lambda request: request not in trial)
         middle = (len(suspects) + 1) // 2
-        self._groups = [group for group in (suspects[:middle], suspects[middle:]) if group] + self._groups
+        rest = [[request for request in group if request not in suspects] for group in (trial, *self._groups)]
+        self._groups = [group for group in (suspects[:middle], suspects[middle:], *rest) if group]
         return []
 
     def release(self, num_tokens: Mapping[str, int]) -> list[str] | None:

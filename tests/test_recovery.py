@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
+from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams, Variant
 from sparseserve_jax.recovery import TOKENS_TO_CLEAR, Quarantine
 from tests.tiny_model import random_prompt, write_sharp_model
 
@@ -46,7 +46,7 @@ def run_trials(names: list[str], breaks_at: dict[str, int], last: int = 12) -> t
 
 
 @hypothesis.given(st.integers(1, 40), st.dictionaries(st.integers(0, 39), st.integers(0, 11), max_size=4))
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 def test_exactly_the_guilty_fail_and_all_others_finish(num_requests, breakers):
     names = [str(number) for number in range(num_requests)]
     breaks_at = {str(number): at for number, at in breakers.items() if number < num_requests}
@@ -57,7 +57,7 @@ def test_exactly_the_guilty_fail_and_all_others_finish(num_requests, breakers):
 
 def test_the_number_of_failed_steps_grows_with_the_logarithm():
     _, guilty, num_failed = run_trials([str(number) for number in range(64)], {"37": 5})
-    assert guilty == ["37"] and num_failed == 7  # at first, then groups of 32, 16, 8, 4, 2 and 1
+    assert guilty == ["37"] and 7 <= num_failed <= 14  # at first, then of 32, 16, 8, 4, 2 and 1, beside others or alone
 
 
 def test_a_failure_that_does_not_come_back_costs_nobody():
@@ -157,7 +157,7 @@ def test_requests_may_come_and_go_during_trials(engine, monkeypatch):
     def fail_once(plan, *, sample):
         nonlocal calls
         calls += bool(plan.decode)
-        if calls == 3:
+        if plan.decode and calls == 3:
             raise RuntimeError("once")
         return real(plan, sample=sample)
 
@@ -177,4 +177,41 @@ def test_requests_may_come_and_go_during_trials(engine, monkeypatch):
         ended.update({o.request_id: o.finish_reason for o in outputs if o.finish_reason})
     assert has_failed
     assert ended["r1"] == "abort" and set(ended) == {"r0", "r1", "r2", "new"} and "error" not in ended.values()
+    assert all(pool.used == 0 for pool in engine.scheduler.pool_usage().values())
+
+
+@pytest.mark.parametrize("fails_at", [2, 9, 14])
+def test_variants_go_on_after_a_failed_step(engine, monkeypatch, fails_at):
+    """Whichever of them is running; and log-probabilities of the prompt come once."""
+    variants = tuple(
+        Variant(sampling=SamplingParams(temperature=t, seed=3, max_tokens=6, prompt_logprobs=k))
+        for t, k in ((0.0, 1), (1.0, None), (0.7, 2))
+    )
+    request = Request(prompt=random_prompt(50, 4), variants=variants)
+    expected = engine.generate([request])
+    real, num_decodes, has_failed = engine.runner.begin, 0, False
+
+    def fail_once(plan, *, sample):
+        nonlocal num_decodes, has_failed
+        num_decodes += bool(plan.decode)
+        if num_decodes == fails_at and not has_failed:
+            has_failed = True
+            raise RuntimeError("once")
+        return real(plan, sample=sample)
+
+    monkeypatch.setattr(engine.runner, "begin", fail_once)
+    engine.add_request(request)
+    ended = {}
+    while engine.has_unfinished():
+        try:
+            outputs = engine.step()
+        except RuntimeError:
+            engine.recover()
+            continue
+        ended.update({output.index: output for output in outputs if output.finish_reason})
+    assert has_failed
+    for index, output in enumerate(expected):
+        assert ended[index].token_ids == output.token_ids, index
+        assert (ended[index].prompt_logprobs is None) == (variants[index].sampling.prompt_logprobs is None)
+    assert ended[0].prompt_logprobs == expected[0].prompt_logprobs
     assert all(pool.used == 0 for pool in engine.scheduler.pool_usage().values())

@@ -18,20 +18,20 @@ MAX_CACHED = 64
 
 
 class GrammarService:
-    """Compiles grammars in threads of its own and keeps the newest. One event loop uses it."""
+    """Compiles grammars in threads of its own, each once, and keeps the newest. One event loop uses it."""
 
     def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
         self._tokenizer, self._timeout_s = tokenizer, timeout_s
         self._compiler: GrammarCompiler | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "grammar")
-        self._num_busy = 0
+        self._pending: dict[str, asyncio.Future[Grammar]] = {}
         self._cached: dict[str, Grammar] = {}
 
     async def grammar_for(self, fields: GenerationFields) -> Grammar | None:
         """The grammar of a request; None if its text is free.
 
         Raises:
-            APIError: 400: it cannot be compiled, or takes too long; 503: all threads are busy with others.
+            APIError: 400: it cannot be compiled, or not in time.
         """
         wanted = _wanted(fields)
         if wanted is None:
@@ -40,30 +40,28 @@ class GrammarService:
         key = json.dumps([kind, content])
         if key in self._cached:
             return self._cached[key]
-        if self._num_busy >= NUM_THREADS:
-            raise APIError(
-                503, "other grammars are being compiled; try again soon", param=param, headers={"Retry-After": "1"}
-            )
-        self._num_busy += 1
-        work = self._threads.submit(self._compile, kind, content)
-        loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._note_done))
+        work = self._pending.get(key)
+        if work is None:
+            work = asyncio.wrap_future(self._threads.submit(self._compile, kind, content))
+            self._pending[key] = work
+            work.add_done_callback(lambda done: self._note_done(key, done))
         try:
             async with asyncio.timeout(self._timeout_s):
-                grammar = await asyncio.wrap_future(work)
+                return await asyncio.shield(work)
         except TimeoutError as error:
             raise APIError(
-                400, f"{param} takes more than {self._timeout_s:g} s to compile; simplify it", param=param
+                400, f"{param} was not compiled within {self._timeout_s:g} s; simplify it", param=param
             ) from error
         except GrammarError as error:
             raise APIError(400, str(error), param=param) from error
-        self._cached[key] = grammar
+
+    def _note_done(self, key: str, work: asyncio.Future[Grammar]) -> None:
+        del self._pending[key]
+        if work.cancelled() or work.exception() is not None:
+            return
+        self._cached[key] = work.result()
         if len(self._cached) > MAX_CACHED:
             del self._cached[next(iter(self._cached))]
-        return grammar
-
-    def _note_done(self) -> None:
-        self._num_busy -= 1
 
     def _compile(self, kind: GrammarKind, content: Any) -> Grammar:
         if self._compiler is None:
