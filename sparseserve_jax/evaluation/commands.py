@@ -59,13 +59,14 @@ def longbench(
     json_file: JsonFile = None,
 ) -> None:
     """LongBench v1: scores, likelihood of the reference answers and agreement with dense, by budget and method."""
+    settings = parse_settings(budgets, methods, prefill_sparsity, kv_dtype)
     if data_dir is None:
         data_dir, templates = download_longbench(templates)
     data = load_longbench(data_dir, _names(tasks), limit, templates=templates)
     _run(
         Evaluation(
             suite="longbench", model=model, config=config, examples=data.examples,
-            settings=parse_settings(budgets, methods, prefill_sparsity, kv_dtype),
+            settings=settings,
             sources={"limit": limit, "template_sha256": data.template_sha256, "data_sha256": data.data_sha256},
             max_prompt_tokens=max_prompt_tokens, out=out, json_file=json_file,
         ),
@@ -90,6 +91,7 @@ def needles(
     json_file: JsonFile = None,
 ) -> None:
     """Needles in a haystack and other retrieval tasks after RULER, made from a seed; a heat map of length by depth."""
+    settings = parse_settings(budgets, methods, prefill_sparsity, kv_dtype)
     encoder = PromptEncoder(model)
     text = Haystack(encoder.tokenizer, haystack)
     if depths < 1 or samples < 1:
@@ -105,7 +107,7 @@ def needles(
     _run(
         Evaluation(
             suite="needles", model=model, config=config, examples=examples,
-            settings=parse_settings(budgets, methods, prefill_sparsity, kv_dtype),
+            settings=settings,
             sources={"data_seed": data_seed, "lengths": lengths, "depths": depths, "samples": samples,
                      "haystack_sha256": text.sha256},
             max_prompt_tokens=encoder.max_model_len, out=out, json_file=json_file,
@@ -129,11 +131,12 @@ def babilong(
     json_file: JsonFile = None,
 ) -> None:
     """BABILong: facts hidden in books, by length."""
+    settings = parse_settings(budgets, methods, prefill_sparsity, kv_dtype)
     examples, hashes = load_babilong(data_dir, _numbers("lengths", lengths), limit)
     _run(
         Evaluation(
             suite="babilong", model=model, config=config, examples=examples,
-            settings=parse_settings(budgets, methods, prefill_sparsity, kv_dtype),
+            settings=settings,
             sources={"limit": limit, "data_sha256": hashes},
             max_prompt_tokens=max_prompt_tokens, out=out, json_file=json_file,
         ),

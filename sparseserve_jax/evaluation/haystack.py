@@ -12,6 +12,8 @@ from sparseserve_jax.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 8
 """More than any tokenizer needs of prose: how much text is tokenised for a number of tokens."""
+END_TOKENS = 32
+"""The last tokens of a cut text, where words are halves, are not used: lines do not depend on what was asked before."""
 
 
 class Haystack:
@@ -29,6 +31,7 @@ class Haystack:
 
     def __init__(self, tokenizer: Tokenizer, path: Path | None = None) -> None:
         self._tokenizer = tokenizer
+        self._ids: list[int] = []  # of as much text as was asked for so far
         if path is None:
             self.text = "\n".join(topics[name] for name in sorted(topics))
         else:
@@ -39,13 +42,12 @@ class Haystack:
 
     def lines(self, num_tokens: int) -> list[str]:
         """The first `num_tokens` tokens, by line."""
-        ids: list[int] = []
         num_chars = CHARS_PER_TOKEN * num_tokens
-        while len(ids) < num_tokens:  # dense scripts, long runs of blanks
+        while len(self._ids) < num_tokens + END_TOKENS:  # more than once for dense scripts
             repeated = itertools.repeat(self.text, 1 + num_chars // len(self.text))
-            ids = self._tokenizer.encode("\n".join(repeated)[:num_chars])
+            self._ids = self._tokenizer.encode("\n".join(repeated)[:num_chars])
             num_chars *= 2
-        return self._tokenizer.decode(ids[:num_tokens]).split("\n")
+        return self._tokenizer.decode(self._ids[:num_tokens]).split("\n")
 
     def words(self) -> list[str]:
         """Its lower-case words of four to ten letters, each once, in alphabetical order."""

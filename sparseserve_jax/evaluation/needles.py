@@ -152,7 +152,9 @@ def _common_words(
         return "\n".join(f"{number}. {word}" for number, word in enumerate(entries, start=1))
 
     room = length - _QUESTION_TOKENS
-    largest = _largest(lambda count: len(tokenizer.encode(listed(count))) <= room, low=2 * NUM_COMMON_WORDS, high=room)
+    largest = _largest(
+        lambda count: len(tokenizer.encode(listed(count))) <= room, low=2 * NUM_COMMON_WORDS, high=room // 3
+    )
     question = f"What are the {NUM_COMMON_WORDS} most common words in the list above? Answer with the words."
     return f"{listed(largest)}\n\n{question}", tuple(common)
 

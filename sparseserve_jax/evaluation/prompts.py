@@ -42,7 +42,7 @@ class PromptEncoder:
     Attributes:
         tokenizer: the model's.
         max_model_len: the longest sequence that the model supports, tokens.
-        model_name: what the checkpoint says of itself.
+        model_name: what the checkpoint says of itself, without its folder.
         has_chat_template: without one every prompt is plain text.
     """
 
@@ -56,7 +56,7 @@ class PromptEncoder:
             vocab_size=config.vocab_size,
         )
         self.max_model_len = max_supported_len(config)
-        self.model_name = source.describe()
+        self.model_name = source.describe().replace(str(source.path), source.path.name)
         self.has_chat_template = source.chat_template is not None
         self._template = None
         if source.chat_template is not None:

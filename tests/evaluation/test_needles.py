@@ -97,6 +97,13 @@ def test_a_short_haystack_is_repeated(encoder, tmp_path):
     assert haystack.words() == ["play", "work"]
 
 
+def test_lines_do_not_depend_on_what_was_asked_before(encoder, haystack):
+    haystack.lines(5000)
+    fresh = Haystack(encoder.tokenizer)
+    for num_tokens in (100, 700, 120, 1500, 1000):
+        assert fresh.lines(num_tokens) == haystack.lines(num_tokens)
+
+
 @pytest.mark.parametrize(
     ("tasks", "lengths", "depths", "message"),
     [

@@ -77,3 +77,8 @@ def test_a_newline_ends_a_line(encoder):
     (item,) = encoder.prepare([example(task, "x")], max_prompt_tokens=10, max_model_len=128)
     assert item.sampling.min_tokens == 1
     assert encoder.tokenizer.decode(item.sampling.stop_token_ids) == "\n"
+
+
+def test_a_model_is_named_without_its_folder(encoder):
+    assert "SmolLM2-135M-Instruct" in encoder.model_name and "/site-packages" not in encoder.model_name
+    assert encoder.max_model_len == 8192 and encoder.has_chat_template
