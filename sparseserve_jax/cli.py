@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import inspect
 import json
 import re
@@ -29,6 +28,7 @@ from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
 from sparseserve_jax.evaluation import commands as evaluation
 from sparseserve_jax.load_generator.command import bench
+from sparseserve_jax.provenance import package_version
 from sparseserve_jax.request import Request, RequestOutput, SamplingParams
 from sparseserve_jax.selection_record import SelectionRecord
 
@@ -219,15 +219,8 @@ _FILE_HELP = "A text file that goes before each PROMPT (repeatable); alone it is
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"sparseserve-jax {_version()}")
+        typer.echo(f"sparseserve-jax {package_version() or '(not installed: run from its sources)'}")
         raise typer.Exit
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("sparseserve-jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed: run from its sources)"
 
 
 @app.callback()

@@ -32,9 +32,14 @@ def git_commit() -> str | None:
 
 
 def package_version() -> str | None:
-    """The installed version; None where the package runs from its sources."""
+    """Our installed version; None where the package runs from its sources."""
+    return installed_version("sparseserve-jax")
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
     try:
-        return importlib.metadata.version("sparseserve-jax")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

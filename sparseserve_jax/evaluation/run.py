@@ -7,7 +7,6 @@ pictures are made from these.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import sys
 import time
@@ -28,6 +27,7 @@ from sparseserve_jax.evaluation.predictions import Prediction, PredictionStore
 from sparseserve_jax.evaluation.prompts import PromptEncoder
 from sparseserve_jax.evaluation.report import depth_table, markdown_table, summarize
 from sparseserve_jax.evaluation.settings import Setting
+from sparseserve_jax.provenance import installed_version
 
 ANSWER_AND_TEMPLATE_TOKENS = 692
 """What LongBench leaves of a model's window: 512 for the longest answer and 180 for the chat template. So a window of
@@ -109,7 +109,7 @@ def run_evaluation(evaluation: Evaluation, encoder: PromptEncoder) -> dict[str, 
     rows = {setting: store.rows(setting) for setting in evaluation.settings}
     report = {
         **run,
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: installed_version(name) for name in LIBRARIES},
         "seconds": round(time.perf_counter() - started, 1),
         "predictions_made": progress.num_made,
         "predictions_found": progress.num_found,
@@ -136,13 +136,6 @@ def _write(evaluation: Evaluation, report: dict[str, Any], rows: Mapping[Setting
         tables += [f"### {title}\n\n{depth_table(panel)}" for title, panel in panels.items()]
         plot_heat_maps(panels, out / "length_by_depth.png")
     (out / "table.md").write_text("\n".join(tables), encoding="utf-8")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class ProgressBar:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import importlib.metadata
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
+from sparseserve_jax.provenance import package_version
 from sparseserve_jax.server.auth import KeyMiddleware
 from sparseserve_jax.server.body import read_body
 from sparseserve_jax.server.chat import Chat
@@ -34,6 +34,8 @@ from sparseserve_jax.server.tracing import RequestTracer
 
 BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
 STATUS_PAGE = Path(__file__).parent / "static" / "index.html"
+SOURCE_VERSION = "0+source"
+"""Where the package is not installed."""
 _REF = "#/components/schemas/{model}"
 
 
@@ -57,7 +59,13 @@ def make_app(
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
-    app = FastAPI(title="SparseServe-JAX", version=package_version(), docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="SparseServe-JAX",
+        version=package_version() or SOURCE_VERSION,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
     add_handlers(app)
     _add_generation(app, service, tracer)
     _add_tokens(app, service)
@@ -73,14 +81,6 @@ def make_app(
         )  # fmt: skip
     app.add_middleware(ContextMiddleware)
     return app
-
-
-def package_version() -> str:
-    """The installed version."""
-    try:
-        return importlib.metadata.version("sparseserve-jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"
 
 
 def _add_generation(app: FastAPI, service: Service, tracer: RequestTracer | None) -> None:
@@ -185,7 +185,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/version")
     async def version() -> Response:
         """The server's version."""
-        return json_response({"version": package_version()})
+        return json_response({"version": package_version() or SOURCE_VERSION})
 
     if STATUS_PAGE.is_file():
         page = STATUS_PAGE.read_text(encoding="utf-8")
