@@ -51,7 +51,7 @@ def test_dense_logits_at_every_position(reference, engine, num_tokens):
     assert worst <= 1e-3
 
 
-@pytest.mark.parametrize("num_prompts", [6, pytest.param(20, marks=SLOW)])
+@pytest.mark.parametrize("num_prompts", [4, pytest.param(20, marks=SLOW)])
 def test_greedy_tokens(reference, engine, num_prompts):
     """64 greedy tokens of each of some prompts of real text."""
     token_ids = engine.tokenizer.encode(real_text())

@@ -78,11 +78,13 @@ def test_without_control_different_minima():
 
 
 @given(st.lists(st.integers(1, 20), max_size=12), st.integers(0, 60))
-def test_without_control_fits_and_admits_at_least_as_many(needs, available):
+def test_without_control_fits_and_leaves_out_nobody_who_would(needs, available):
     batch = candidates(*needs)
     shares = admit_without_control(batch, num_slots=available, num_dense_blocks=0)
     assert sum(s.slots for s in shares) <= available
     for share in shares:
         candidate = batch[int(share.request_id)]
         assert candidate.min_slots <= share.slots <= candidate.need_slots
-    assert len(shares) >= len(admit_working_sets(batch, num_slots=available, num_dense_blocks=0)) or available == 0
+    admitted = {share.request_id for share in shares}
+    smallest = sum(c.min_slots for c in batch if c.request_id in admitted)
+    assert all(smallest + c.min_slots > available for c in batch if c.request_id not in admitted)
