@@ -131,7 +131,7 @@ class Engine:
         self._ended: list[RequestOutput] = []  # to be reported by the next step: aborted, or passed over by a stream
         self._num_requests = 0
         self._running: RunningStep | None = None  # dispatched, not looked at yet
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._live: dict[str, _Live] = {}  # by continuation
         self._matchers: dict[str, TokenMatcher] = {}  # by continuation that has a grammar
         self._held: list[str] = []  # continuations that wait for the end of a quarantine
@@ -232,7 +232,9 @@ class Engine:
             Exception: whatever makes this step fail.
         """
         if self._failure is not None:
-            raise RuntimeError("an earlier step failed, and its KV is lost; make a new Engine") from self._failure
+            raise RuntimeError(
+                "an earlier step failed or was interrupted, and its KV is lost; call recover(), or make a new Engine"
+            ) from self._failure
         self._release_held()
         outputs, self._ended = self._ended, []
         plan = StepPlan(step=-1)
@@ -245,7 +247,7 @@ class Engine:
             self._advance(plan, outputs)
             if not self._processors:
                 self._release()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too, cuts a step in the middle
             self._failure, self._ended = error, outputs  # what came out before is reported by the next step
             self._suspects = list(dict.fromkeys((*_members(plan), *_members(running.plan if running else plan))))
             raise

@@ -215,3 +215,21 @@ def test_variants_go_on_after_a_failed_step(engine, monkeypatch, fails_at):
         assert (ended[index].prompt_logprobs is None) == (variants[index].sampling.prompt_logprobs is None)
     assert ended[0].prompt_logprobs == expected[0].prompt_logprobs
     assert all(pool.used == 0 for pool in engine.scheduler.pool_usage().values())
+
+
+def test_an_interrupted_engine_says_so_and_goes_on_after_recover(engine, monkeypatch):
+    """Ctrl-C in the middle of a step is what the caller sees, not what it left behind."""
+    request = Request(prompt=random_prompt(40, 3), sampling=SamplingParams(temperature=0, max_tokens=4))
+    expected = engine.generate([request])[0].token_ids
+
+    def interrupt(plan, *, sample):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([request])
+    with pytest.raises(RuntimeError, match=r"interrupted.*recover\(\)"):
+        engine.generate([request])
+    engine.recover()
+    assert engine.generate([request])[0].token_ids == expected
