@@ -49,8 +49,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "host_offload": ("host_offload",),
     ENGINE + "info": EVERYTHING_BELOW_API,
     ENGINE + "engine": EVERYTHING_BELOW_API,
-    ENGINE + "evaluation": (*EVERYTHING_BELOW_API, ENGINE + "evaluation"),
-    ENGINE + "server": (*EVERYTHING_BELOW_API, ENGINE + "server"),
+    ENGINE + "evaluation": (*EVERYTHING_BELOW_API, ENGINE + "evaluation", ENGINE + "provenance"),
+    ENGINE + "server": (*EVERYTHING_BELOW_API, ENGINE + "server", ENGINE + "provenance"),
 }
 NO_JAX = tuple(
     ENGINE + name

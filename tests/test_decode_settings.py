@@ -64,6 +64,7 @@ def test_each_setting_is_that_of_an_engine_of_its_own(model, engine):
     assert all(one != other for i, one in enumerate(answers) for other in answers[:i]), "a setting has no effect"
 
 
+@pytest.mark.slow
 def test_tiered(model):
     """Less than one engine's room for all, so that requests of every setting park and resume."""
     extra = ((64, "cuboid-mean"), (64, "mean"))

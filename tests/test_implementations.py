@@ -46,7 +46,7 @@ def test_native_kernels_serve_the_same_tokens(model, expected, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="unified"),
+        pytest.param({}, id="unified", marks=pytest.mark.slow),
         pytest.param(TIERED, id="tiered", marks=pytest.mark.slow),
         pytest.param(
             TIERED | {"selection_granularity": "query_head", "device_kv_bytes": 3_000_000}, id="tiered, per query head"

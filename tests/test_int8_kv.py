@@ -14,7 +14,7 @@ from tests.test_exactness import assert_same, run
 from tests.tiny_model import random_prompt, write_sharp_model
 
 NO_LIBRARY = pytest.mark.skipif(not loader.is_there(), reason="no native kernels were built for this CPU")
-IMPLEMENTATIONS = ("reference", pytest.param("cpu", marks=NO_LIBRARY))
+IMPLEMENTATIONS = (pytest.param("reference", marks=pytest.mark.slow), pytest.param("cpu", marks=NO_LIBRARY))
 BASE = EngineConfig(
     kv_dtype="int8", block_size=16, sparse_budget_tokens=128, num_dense_layers=1, record_selection=True,
     max_num_batched_tokens=256, max_model_len=512, max_num_seqs=4, deterministic=True,

@@ -29,6 +29,7 @@ def quality(monkeypatch):
     return runpy.run_path(str(SCRIPTS / "selection_quality.py"))["_quality"]
 
 
+@pytest.mark.slow
 def test_selection_quality_measures_what_it_says(quality):
     """With a few hot blocks the digests find them; the newest blocks alone do not; a covering budget keeps all."""
     rng = np.random.default_rng(0)
@@ -87,6 +88,7 @@ def test_compile_report_writes_what_others_read(monkeypatch, tmp_path):
     assert options["png_file"].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_gpu_check_dry_run(monkeypatch, tmp_path):
     """Every part but the conformance suite, which runs here anyway."""
     file = tmp_path / "check.json"

@@ -39,7 +39,7 @@ def generate(
     [
         ("cuboid-mean", False, {}),
         ("quest", False, {"num_sink_blocks": 0, "num_newest_blocks": 1, "num_dense_layers": 0}),
-        ("mean", False, {"num_sink_blocks": 2, "num_newest_blocks": 3}),
+        pytest.param("mean", False, {"num_sink_blocks": 2, "num_newest_blocks": 3}, marks=pytest.mark.slow),
         ("cuboid-mean", True, {}),
     ],
 )

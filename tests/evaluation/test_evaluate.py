@@ -191,6 +191,7 @@ def test_a_report_has_what_others_read(model, one_engine, tmp_path):
     assert "### first, quest 64" in (tmp_path / "out/table.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_for_each_prefill_and_kv(model, monkeypatch, tmp_path):
     """What does not belong to decode makes an engine of its own; the reference is the plain one."""
     made = []

@@ -1,4 +1,4 @@
-"""Half of the shapes that only repeat a costly check on another shape belong to the slow tests."""
+"""Two thirds of the shapes that only repeat a costly check on another shape belong to the slow tests."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for group in shapes.values():
         if len(group) > KEPT:
             for item in group:
-                if zlib.crc32(item.name.encode()) % 2:  # the same half everywhere, and of every implementation
+                if zlib.crc32(item.name.encode()) % 3:  # the same third everywhere, and of every implementation
                     item.add_marker(pytest.mark.slow)
