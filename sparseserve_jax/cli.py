@@ -259,6 +259,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print what is in force.")] = False,
 ) -> None:
     """Continue prompts: arguments, a file, or standard input."""
+    check_json_path(json_file)
     texts = read_prompts(prompts or [], file or [])
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop or ())
@@ -328,7 +329,7 @@ def serve(
         raise ValueError("give the model once: as argument or by --model")
     if log_format not in ("text", "json"):
         raise ValueError(f"--log-format: {log_format!r} is not supported; choose text or json")
-    keys = [*(api_key or ()), *(read_key_file(api_key_file.read_text()) if api_key_file else ())]
+    keys = [*(api_key or ()), *(read_key_file(_read_text(api_key_file)) if api_key_file else ())]
     if api_key_file is not None and not keys:
         raise ValueError(f"--api-key-file: {api_key_file} holds no key")
     settings = ServerSettings(
@@ -367,6 +368,7 @@ def info(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - = stdout.")] = None,
 ) -> None:
     """Print what would be in force: backend, kernels, tiers in bytes and blocks, budgets."""
+    check_json_path(json_file)
     engine = Engine(model, config)
     if json_file != "-":
         for line in engine.info.lines():
@@ -386,14 +388,21 @@ app.command()(user_errors(bench))
 # --- in and out ------------------------------------------------------------------------------------------------------
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+
+
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
     """The prompts that arguments, files and standard input make up.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or a file is not text.
         OSError: a file cannot be read.
     """
-    context = "\n\n".join(sys.stdin.read() if str(path) == "-" else path.read_text() for path in files)
+    context = "\n\n".join(sys.stdin.read() if str(path) == "-" else _read_text(path) for path in files)
     if prompts:
         return [f"{context}\n\n{prompt}" if context else prompt for prompt in prompts]
     if not files and not sys.stdin.isatty():
@@ -459,6 +468,16 @@ def output_dict(output: RequestOutput) -> dict[str, Any]:
     selected = [getattr(ids, "tolist", lambda ids=ids: ids)() for ids in output.metrics.selected_block_ids]
     plain = dataclasses.replace(output, metrics=dataclasses.replace(output.metrics, selected_block_ids=selected))
     return dataclasses.asdict(plain)
+
+
+def check_json_path(path: str | None) -> None:
+    """Says before all the work that a file cannot be written after it.
+
+    Raises:
+        ValueError: its directory does not exist.
+    """
+    if path is not None and path != "-" and not Path(path).parent.is_dir():
+        raise ValueError(f"--json {path}: its directory does not exist")
 
 
 def write_json(path: str, content: object) -> None:

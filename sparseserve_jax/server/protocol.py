@@ -43,6 +43,9 @@ MEANINGFUL = {
     "guided_choice": "guided_choice is not supported; give the choices as guided_regex, e.g. 'yes|no'",
     "guided_grammar": "guided_grammar is not supported; use response_format or guided_regex",
     "structured_outputs": "structured_outputs is not supported; use response_format or guided_regex",
+    "allowed_token_ids": "allowed_token_ids is not supported; use logit_bias, or guided_regex",
+    "bad_words": "bad_words is not supported; use logit_bias on their tokens",
+    "length_penalty": "beam search is not supported; leave length_penalty out",
     "prompt_embeds": "embeddings as prompt are not supported; send text or token ids",
 }
 """Fields that would change the answer: refused, not ignored. Nothing is refused that asks for what happens anyway."""

@@ -68,7 +68,8 @@ def _sampling(fields: GenerationFields, given: dict[str, Any]) -> SamplingParams
     if fields.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in fields.logit_bias.items()}
     if fields.prompt_logprobs is not None:
-        given["prompt_logprobs"] = max(fields.prompt_logprobs, given.get("prompt_logprobs", 0))
+        asked = fields.prompt_logprobs  # below 0 it is refused as it is
+        given["prompt_logprobs"] = asked if asked < 0 else max(asked, given.get("prompt_logprobs", 0))
     if fields.stream_options is not None and not fields.stream:
         raise APIError(400, "stream_options needs stream: true", param="stream_options")
     try:

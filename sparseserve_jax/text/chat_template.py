@@ -219,10 +219,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols],
+            finalize=self._shown,
+        )  # fmt: skip
         self.budget = _Budget(max_chars=0)
         self.filters["tojson"] = _tojson
-        self.filters = {name: self._bounded(function) for name, function in self.filters.items()}
+        self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
         for name in ("lipsum", "cycler", "joiner"):
             del self.globals[name]
         self.globals["raise_exception"] = _raise_exception
@@ -239,7 +242,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.step()
         return ""
 
+    def _shown(self, value: Any) -> Any:
+        """Every value that is put out passes here before it becomes text."""
+        self.budget.check_size(_extent(value, self.budget.max_chars))
+        return value
+
     def join_text(self, *parts: object) -> str:
+        self.budget.check_size(_extent(parts, self.budget.max_chars))
         return self._join(map(str, parts))
 
     def _join(self, parts: Any) -> str:
@@ -250,11 +259,15 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             texts.append(text)
         return "".join(texts)
 
-    def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)  # keeps the marks of jinja2.pass_context and its like
         def bounded(*args: Any, **kwargs: Any) -> Any:
             self.budget.step()
             _check_numbers((*args[1:], *kwargs.values()))
+            self.budget.check_size(_extent([arg for arg in args if isinstance(arg, (str, list, tuple))],
+                                              self.budget.max_chars))  # fmt: skip
+            if name == "format":
+                _check_format(args[0])
             result = function(*args, **kwargs)
             if isinstance(result, (str, list, tuple)):
                 self.budget.check_size(len(result))
@@ -277,7 +290,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "+" and sized:
             self.budget.check_size(sum(sized))
         elif operator == "*" and sized and numbers:
-            self.budget.check_size(sized[0] * max(numbers[0], 0))
+            repeated = left if sized and not isinstance(left, int) else right
+            self.budget.check_size(_extent(repeated, self.budget.max_chars) * max(numbers[0], 0))
         elif operator == "%" and isinstance(left, (str, bytes)):
             _check_format(left)
             _check_numbers(right if isinstance(right, tuple) else (right,))
@@ -286,6 +300,25 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             size = abs(left).bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             self.budget.check_size(size)
         return super().call_binop(context, operator, left, right)
+
+
+def _extent(value: Any, at_most: int) -> int:
+    """Characters that a value holds, those of nested lists included; stops counting beyond `at_most`.
+
+    Lists may hold one another many times over, so that their text is far larger than they are.
+    """
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if not isinstance(value, (list, tuple)):
+        return 0
+    count = 0
+    for part in value:
+        count += 1 + _extent(part, at_most - count)
+        if count > at_most:
+            break
+    return count
 
 
 def _check_numbers(values: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 
@@ -151,3 +152,18 @@ def test_long_conversations_fit() -> None:
     text = "word " * 500_000
     messages = [{"role": "user", "content": text}] + [{"role": "user", "content": "x"}] * 20_000
     assert text in render_chat(SMOLLM, messages)
+
+
+@pytest.mark.parametrize("source", [
+    "{{ '%1000000000d'|format(1) }}", "{{ '%.1000000000f'|format(1.0) }}", "{{ ['a'*10000]*100000 }}",
+    "{{ (['a'*10000]*100000)|join }}", "{{ (['a'*10000]*100000)|string }}",
+    "{% set a = ['x'*9000] %}{% set a = [a,a,a,a,a,a,a,a,a,a] %}{% set a = [a,a,a,a,a,a,a,a,a,a] %}"
+    "{% set a = [a,a,a,a,a,a,a,a,a,a] %}{% set a = [a,a,a,a,a,a,a,a,a,a] %}{{ a }}",
+])  # fmt: skip
+def test_what_would_be_too_large_is_refused_before_it_is_built(source):
+    tracemalloc.start()
+    with pytest.raises(ChatTemplateError, match=r"chat template: "):
+        ChatTemplate(source, bos_token="", eos_token="").render([{"role": "user", "content": "hi"}])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
