@@ -75,7 +75,8 @@ BAD_FIELDS: list[tuple[str, str]] = [
     ("prompt", "[[-1]]"), ("prompt", "[99999]"), ("prompt", "[1.5]"), ("prompt", "[true]"), ("priority", "0.5"),
     ("sparse_budget_tokens", "7"), ("tools", '[{"type": "function"}]'), ("suffix", '"x"'), ("best_of", "3"),
     ("user", '"a", "user": "b"'), ("prompt", '"\\ud800"'), ("seed", "1" * 5000), ("echo", "2"),
-    ("structured_outputs", '{"choice": ["a"]}'),
+    ("structured_outputs", '{"choice": ["a"]}'), ("allowed_token_ids", "[5]"), ("bad_words", '["a"]'),
+    ("prompt_logprobs", "-1"),
 ]  # fmt: skip
 
 
