@@ -187,9 +187,7 @@ class Engine:
             RequestError: its `request_id` is in use.
         """
         if prepared.request.request_id in self._children:
-            raise RequestError(
-                f"request_id={prepared.request.request_id!r} is in use by another request; choose another", "request_id"
-            )
+            raise _id_in_use(prepared.request.request_id)
         return self._queue(prepared)
 
     def abort(self, request_id: str) -> bool:
@@ -370,7 +368,7 @@ class Engine:
         named = [request.request_id for request in requests if request.request_id is not None]
         taken = [name for place, name in enumerate(named) if name in named[:place] or name in self._children]
         if taken:
-            raise RequestError(f"request_id={taken[0]!r} is in use by another request; choose another", "request_id")
+            raise _id_in_use(taken[0])
         return [self._queue(item) for item in prepared]
 
     def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
@@ -552,6 +550,10 @@ class Engine:
         if not plan.is_empty:
             self.runner.execute(plan)
             self.scheduler.update(plan, StepResult(step=plan.step, sampled=()))
+
+
+def _id_in_use(request_id: str | None) -> RequestError:
+    return RequestError(f"request_id={request_id!r} is in use by another request; choose another", "request_id")
 
 
 def _check_fields(request: Request, variants: Sequence[Variant]) -> None:

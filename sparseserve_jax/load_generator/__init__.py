@@ -6,6 +6,7 @@
 | `lengths.py` | how long prompts and answers are |
 | `trace.py` | a recorded trace: times, lengths, shared prefixes by hash |
 | `prompt_text.py` | text of a wanted number of tokens: seeded words, or a place of a file |
+| `json_lines.py` | their files: a JSON object a line, mistakes named by line |
 | `prompt_file.py` | prompts of the user's own, one a line |
 | `workload.py` | all of these made into `PlannedRequest`s, before the clock starts |
 | `server_sent_events.py` | the stream's framing, however it is cut into packets |

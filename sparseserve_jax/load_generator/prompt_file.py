@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
+
+from sparseserve_jax.load_generator.json_lines import json_object, positive_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,19 +33,14 @@ def read_prompt_file(path: Path) -> list[FilePrompt]:
 
 
 def _prompt(line: str, where: str) -> FilePrompt:
-    try:
-        content: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: not a JSON object")
-    prompt, messages, max_tokens = (content.get(name) for name in ("prompt", "messages", "max_tokens"))
+    content = json_object(line, where)
+    prompt, messages = content.get("prompt"), content.get("messages")
     if (prompt is None) == (messages is None):
         raise ValueError(f"{where}: needs one of prompt and messages")
     if prompt is not None and not isinstance(prompt, str):
         raise ValueError(f"{where}: prompt must be a string")
     if messages is not None and (not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages)):
         raise ValueError(f"{where}: messages must be a list of objects")
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
-        raise ValueError(f"{where}: max_tokens={max_tokens!r} must be an integer of at least 1")
+    asks = content.get("max_tokens") is not None
+    max_tokens = positive_integer(content, "max_tokens", where) if asks else None
     return FilePrompt(prompt=prompt, messages=messages, max_tokens=max_tokens)

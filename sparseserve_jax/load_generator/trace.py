@@ -9,9 +9,9 @@ the same hashes begin with the same text.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
+
+from sparseserve_jax.load_generator.json_lines import json_object, positive_integer
 
 BLOCK_TOKENS = 512
 
@@ -48,12 +48,7 @@ def read_trace(path: Path, limit: int) -> list[TraceRow]:
 
 
 def _row(line: str, where: str) -> TraceRow:
-    try:
-        content: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: not a JSON object")
+    content = json_object(line, where)
     timestamp = content.get("timestamp")
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < float("inf"):
         raise ValueError(f"{where}: timestamp={timestamp!r} must be milliseconds, at least 0")
@@ -61,13 +56,6 @@ def _row(line: str, where: str) -> TraceRow:
     if not isinstance(hashes, list) or not all(isinstance(item, int) for item in hashes):
         raise ValueError(f"{where}: hash_ids must be a list of integers")
     return TraceRow(
-        arrival_s=timestamp / 1e3, input_tokens=_tokens(content, "input_length", where),
-        output_tokens=_tokens(content, "output_length", where), hash_ids=tuple(hashes),
+        arrival_s=timestamp / 1e3, input_tokens=positive_integer(content, "input_length", where),
+        output_tokens=positive_integer(content, "output_length", where), hash_ids=tuple(hashes),
     )  # fmt: skip
-
-
-def _tokens(content: dict[str, Any], name: str, where: str) -> int:
-    value = content.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {name}={value!r} must be an integer of at least 1")
-    return value

@@ -21,10 +21,10 @@ from host_offload.memory import allocate_host_pools, commit, to_device
 from pallas_kernels.api import Kernels
 from pallas_kernels.storage import storage_dtype
 from sparseserve_jax.cache.layout import KVLayout
-from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.config import DecodeSetting, EngineConfig
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.decode import DecodeInputs, DecodeOutputs, decode_step
-from sparseserve_jax.models.kv_state import StepSpec, allocate_kv_state, make_spec, pool_shape
+from sparseserve_jax.models.kv_state import allocate_kv_state, make_spec, pool_shape
 from sparseserve_jax.models.prefill import begin_prefill, prefill_layer, prefill_logits
 from sparseserve_jax.models.rope import rope_frequencies
 from sparseserve_jax.plan import Admission, DecodeStats, Grant, PrefillItem, PrefillSegment, Restart, StepPlan
@@ -126,7 +126,8 @@ class ModelRunner:
         self._specs = {
             setting: make_spec(config, model, layout, kernels, setting) for setting in config.decode_settings
         }
-        self.spec = self._specs[config.decode_settings[0]]
+        self._own_setting = config.decode_settings[0]
+        self.spec = self._specs[self._own_setting]
         self._model, self._device = model, device
         self._seq_buckets = buckets.decode_seq_buckets(layout.max_num_seqs, deterministic=config.deterministic)
         self._table_buckets = buckets.table_buckets(layout.max_blocks_per_seq, deterministic=config.deterministic)
@@ -156,8 +157,8 @@ class ModelRunner:
         self._sampler = TokenSampler(self._model.vocab_size, self._model.eos_token_ids, layout.max_num_seqs, device)
         self._loaded: collections.Counter[str] = collections.Counter()  # of the step that is being dispatched
         self._saved: collections.Counter[str] = collections.Counter()
-        # By spec: what the tables of its last batch depend on, and these.
-        self._decode_tables: dict[StepSpec, tuple[object, dict[str, Array]]] = {}
+        # By setting: what the tables of its last batch depend on, and these.
+        self._decode_tables: dict[DecodeSetting, tuple[object, dict[str, Array]]] = {}
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -195,12 +196,12 @@ class ModelRunner:
 
         After it no request waits for the compiler (a test counts compilations).
         """
-        for setting, spec in self._specs.items():
+        for setting in self._specs:
             for width, num_seqs in itertools.product(self._table_buckets, self._seq_buckets):
                 yield f"decode {num_seqs} x {width} blocks{f', {setting}' if len(self._specs) > 1 else ''}"
                 padding = np.zeros(num_seqs, np.int32)
                 rows = np.full(num_seqs, self._tables.padding_row, np.int32)
-                self._warm_up_sampler(self._run_decode(spec, padding - 1, rows, width).logits)
+                self._warm_up_sampler(self._run_decode(setting, padding - 1, rows, width).logits)
         ends = (0,) if self.spec.prefill_sparsity is None else (0, self.layout.max_model_len)
         layers = sorted({0, self.layout.num_layers - 1})  # a dense and a sparse one, where there are both
         for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
@@ -422,20 +423,19 @@ class ModelRunner:
     def _decode(self, sequences: list[Sequence]) -> list[tuple[list[Sequence], DecodeOutputs]]:
         """One step for all, in as many batches as it takes: one for each decode setting, unless `deterministic`."""
         largest, decoded = self._seq_buckets[-1], []
-        alike: dict[StepSpec, list[Sequence]] = {}
+        alike: dict[DecodeSetting, list[Sequence]] = {}
         for sequence in sequences:
-            spec = self.spec if sequence.setting is None else self._specs[sequence.setting]
-            alike.setdefault(spec, []).append(sequence)
-        for spec, members in alike.items():
+            alike.setdefault(sequence.setting or self._own_setting, []).append(sequence)
+        for setting, members in alike.items():
             groups = [members[start : start + largest] for start in range(0, len(members), largest)]
-            decoded += [(group, self._decode_batch(spec, group)) for group in groups]
+            decoded += [(group, self._decode_batch(setting, group)) for group in groups]
         for sequence in sequences:
             sequence.num_computed += 1
         if self.layout.tiered:
             self._save_newest([s for s in sequences if s.num_computed % self.layout.block_size == 0])
         return decoded
 
-    def _decode_batch(self, spec: StepSpec, sequences: list[Sequence]) -> DecodeOutputs:
+    def _decode_batch(self, setting: DecodeSetting, sequences: list[Sequence]) -> DecodeOutputs:
         longest = max(s.num_computed + 1 for s in sequences)
         num_seqs = buckets.bucket_for(len(sequences), self._seq_buckets)
         width = buckets.bucket_for(-(-longest // self.layout.block_size), self._table_buckets)
@@ -444,17 +444,19 @@ class ModelRunner:
         for index, s in enumerate(sequences):
             assert s.num_generated, "decoding begins when prefill has sampled a token"
             rows[index], positions[index] = s.row, s.num_computed
-        return self._run_decode(spec, positions, rows, width)
+        return self._run_decode(setting, positions, rows, width)
 
-    def _run_decode(self, spec: StepSpec, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
+    def _run_decode(self, setting: DecodeSetting, positions: np.ndarray, rows: np.ndarray, width: int) -> DecodeOutputs:
         key = (rows.tobytes(), width, self._tables.version)
-        known, tables = self._decode_tables.get(spec, (None, {}))
+        known, tables = self._decode_tables.get(setting, (None, {}))
         if key != known:  # the same batch as before, as a rule
             tables = to_device(self._tables.decode_tables(rows, width))
-            self._decode_tables[spec] = key, tables
+            self._decode_tables[setting] = key, tables
         tokens = self._sampler.newest_tokens
         inputs = DecodeInputs(newest_tokens=tokens, positions=to_device(positions), **tables)
-        self._state, outputs = decode_step(self.params, self._state, self._host_pools, inputs, spec=spec)
+        self._state, outputs = decode_step(
+            self.params, self._state, self._host_pools, inputs, spec=self._specs[setting]
+        )
         return outputs
 
     # --- prefill -----------------------------------------------------------------------------------------------------
