@@ -81,6 +81,7 @@ class EngineConfig:
         implementation: kernel implementation: "pallas" (GPU; on the CPU interpreted, for tests), "cpu" (native code),
             "reference" (XLA); "auto" picks by platform and says which.
         record_selection: keep every decode step's selected block ids on the outputs (tests and studies).
+        record_timeline: keep when each request's prefill segments, loads and saves ran, on its last output (traces).
         seed: base seed for requests that bring none.
         compilation_cache_dir: where compiled programs persist; None = the per-user cache, "" = off.
     """
@@ -113,6 +114,7 @@ class EngineConfig:
     deterministic: bool = False
     implementation: Implementation = "auto"
     record_selection: bool = False
+    record_timeline: bool = False
     seed: int = 0
     compilation_cache_dir: str | None = None
 

@@ -44,6 +44,7 @@ from sparseserve_jax.scheduler.scheduler import Scheduler
 from sparseserve_jax.text.chat_template import ChatTemplate, ChatTemplateError
 from sparseserve_jax.text.detokenizer import IncrementalDetokenizer
 from sparseserve_jax.text.tokenizer import Tokenizer
+from sparseserve_jax.timeline import Timeline
 from sparseserve_jax.validation import RequestError, choose_decode_setting, validate_request
 
 logger = logging.getLogger("sparseserve")
@@ -131,6 +132,8 @@ class Engine:
         self._ended: list[RequestOutput] = []  # to be reported by the next step: aborted, or passed over by a stream
         self._num_requests = 0
         self._running: RunningStep | None = None  # dispatched, not looked at yet
+        self._running_since_s = self._last_back_s = 0.0
+        self._timeline = Timeline() if config.record_timeline else None
         self._failure: BaseException | None = None
         self._live: dict[str, _Live] = {}  # by continuation
         self._matchers: dict[str, TokenMatcher] = {}  # by continuation that has a grammar
@@ -304,7 +307,8 @@ class Engine:
         self.num_prefill_segments += len(plan.prefill)
         is_free = not any(child in self._matchers for child in plan.decode)
         before, self._running = self._running, None if plan.is_empty else self.runner.begin(plan, sample=is_free)
-        stats = {} if before is None else self._process(before.plan, before.fetch(), outputs)
+        before_since_s, self._running_since_s = self._running_since_s, started
+        stats = {} if before is None else self._process(before.plan, before.fetch(), before_since_s, outputs)
         if self._running is not None:
             restarted = (restart.request_id for restart in plan.restarts)
             sampled = (*restarted, *plan.decode, *plan.completes_prefill)
@@ -475,9 +479,17 @@ class Engine:
             number += 1
         return f"request-{number}"
 
-    def _process(self, plan: StepPlan, result: RunnerResult, outputs: list[RequestOutput]) -> dict[str, DecodeStats]:
+    def _process(
+        self, plan: StepPlan, result: RunnerResult, since_s: float, outputs: list[RequestOutput]
+    ) -> dict[str, DecodeStats]:
         """Gives tokens and figures to the processors, ends requests, takes snapshots; who was aborted since is gone."""
         now = self._clock()
+        if self._timeline is not None:
+            self._timeline.note_step(
+                plan, start_s=max(since_s, self._last_back_s), end_s=now, loaded=result.bytes_loaded,
+                saved=result.bytes_saved, arrivals_s={c: p.arrival_s for c, p in self._processors.items()},
+            )  # fmt: skip
+        self._last_back_s = now
         for child in plan.parks:
             if child in self._processors:
                 self._processors[child].metrics.num_parks += 1
@@ -533,6 +545,8 @@ class Engine:
     def _end(self, child: str) -> None:
         """A continuation has ended: nobody works on it any more."""
         self.scheduler.abort(child)  # unless it knows: by the number of tokens, or is not told of it (held)
+        if self._timeline is not None:
+            self._processors[child].metrics.timeline = self._timeline.pop(child)
         del self._processors[child], self._live[child]
         self._matchers.pop(child, None)
         if child in self._held:

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sparseserve_jax.config import SelectionMethod
+from sparseserve_jax.timeline import Interval
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ChatMessage = Mapping[str, object]
@@ -215,6 +216,7 @@ class RequestMetrics:
         num_parks: times the request lost its device room and came back.
         selected_block_ids: with `record_selection`: per decode step an int array
             `[num_sparse_layers, num_kv_heads, selection_blocks]` of logical block ids, -1 = unused.
+        timeline: with `record_timeline`, when it has ended: its prefill segments, loads and saves.
     """
 
     queue_s: float = 0.0
@@ -229,6 +231,7 @@ class RequestMetrics:
     bytes_saved: int = 0
     num_parks: int = 0
     selected_block_ids: list[object] = dataclasses.field(default_factory=list)
+    timeline: list[Interval] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(kw_only=True)

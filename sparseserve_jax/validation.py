@@ -88,8 +88,9 @@ def choose_decode_setting(config: EngineConfig, sparse_budget_tokens: object, se
         elif type(wanted_budget) is int and (wanted_budget, wanted_selection) == (budget, setting.selection):
             return setting
     allowed = ", ".join(map(str, config.decode_settings))
+    shown = "dense" if sparse_budget_tokens is None else short_repr(sparse_budget_tokens)
     raise RequestError(
-        f"sparse_budget_tokens={short_repr(sparse_budget_tokens)} with selection={short_repr(selection)} is not among "
+        f"sparse_budget_tokens={shown} with selection={short_repr(selection)} is not among "
         f"the decode settings of this engine; it has {allowed} (the first is the default). Choose one of them, or "
         "start the engine with extra_decode_settings",
         "selection" if sparse_budget_tokens == "default" else "sparse_budget_tokens",

@@ -21,6 +21,8 @@ LARGE_BODY_BYTES = 64 * 1024
 MAX_DISCARDED = 8
 """A body that is too large is read on up to this many times the limit, so that the client gets to see the answer."""
 MAX_DISCARD_S = 5.0
+MAX_DIGITS = 100
+"""Of an integer."""
 MAX_BODY_S = 60.0
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
@@ -81,8 +83,10 @@ def parse_model(data: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate(content)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        errors = error.errors(include_url=False)
+        same_field = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
+        first = max(same_field, key=lambda e: len(e["loc"]))  # of a field's alternatives the one that got farthest
+        where = ".".join(str(part) for part in first["loc"] if not _is_alternative(part))
         message = f"{where}: {first['msg']}" if where else first["msg"]
         if first["type"] != "missing":
             message += f" (got {short_repr(first['input'])})"
@@ -97,12 +101,24 @@ def parse_json(data: bytes) -> Any:
     """
     try:
         return json.loads(
-            data.decode("utf-8"), parse_float=_finite, parse_constant=_no_constant, object_pairs_hook=_unique
-        )
+            data.decode("utf-8"), parse_float=_finite, parse_int=_short, parse_constant=_no_constant,
+            object_pairs_hook=_unique,
+        )  # fmt: skip
     except RecursionError as error:
         raise APIError(400, "the body is nested too deeply") from error
-    except ValueError as error:  # also of UTF-8, and integers of more digits than Python reads
+    except ValueError as error:  # also of UTF-8
         raise APIError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _is_alternative(part: object) -> bool:
+    """Whether this part of an error's place names a type among several that the field may have."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+
+
+def _short(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"the integer {text[:40]}... has more than {MAX_DIGITS} digits")
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -87,7 +87,9 @@ class Generation(abc.ABC):
 
     async def _respond(self, request: Request) -> Response:
         prompts = await self.prompts()
-        job = self.job = self.service.admit(len(prompts) * self.sampling.n)
+        job = self.job = self.service.admit(
+            len(prompts) * self.sampling.n, self.prompt_param if len(prompts) > self.sampling.n else "n"
+        )
         close = self._closer(job, request)
         handed_over = False
         try:

@@ -37,6 +37,9 @@ MEANINGFUL = {
     "chat_template_kwargs": "variables of the chat template cannot be set; leave them out",
     "documents": "documents are not supported; put them into the messages",
     "audio": "audio is not supported; leave it out",
+    "modalities": "text is the only modality; leave modalities out",
+    "echo": "a chat is not echoed; leave it out",
+    "best_of": "best_of is not supported for chats; use n",
     "web_search_options": "web search is not supported; leave it out",
     "use_beam_search": "beam search is not supported; leave it out",
     "logits_processors": "logits processors are not supported; leave them out",
@@ -49,7 +52,9 @@ MEANINGFUL = {
     "prompt_embeds": "embeddings as prompt are not supported; send text or token ids",
 }
 """Fields that would change the answer: refused, not ignored. Nothing is refused that asks for what happens anyway."""
-HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {"add_generation_prompt": (True,)}
+HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "modalities": (["text"],), "best_of": (1,),
+}  # fmt: skip
 KNOWN_AND_WITHOUT_EFFECT = frozenset(
     ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
      "spaces_between_special_tokens", "request_id", "return_tokens_as_token_ids")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import sys
@@ -66,6 +67,8 @@ def run_server(
     """
     configure_logging(log_format)
     tracer = tracer_to(otlp_endpoint) if otlp_endpoint else None
+    if tracer is not None:
+        config = dataclasses.replace(config, record_timeline=True)
     names = settings.served_model_names or (own_name(model),)
     service = Service(settings, lambda: Engine(model, config), names, warm_up=warm_up)
 

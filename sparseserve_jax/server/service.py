@@ -189,8 +189,11 @@ class Service:
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
-    def admit(self, num_continuations: int) -> Job:
+    def admit(self, num_continuations: int, param: str) -> Job:
         """Room for a request, before anything is done for it. Close what it gives.
+
+        Args:
+            param: the field that asks for so many.
 
         Raises:
             APIError: 429 when the queue is full, 400 when it is too small for this request altogether.
@@ -199,7 +202,7 @@ class Service:
         if num_continuations > self.capacity:
             raise APIError(
                 400, f"the request asks for {num_continuations} continuations (prompts x n); at most {self.capacity} "
-                "can run and wait (the server's --max-waiting)", param="n",
+                "can run and wait (the server's --max-waiting)", param=param,
             )  # fmt: skip
         if self._num_open + num_continuations > self.capacity:
             self.metrics.note_rejected("overload")

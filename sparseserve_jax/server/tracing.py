@@ -1,8 +1,8 @@
 """OpenTelemetry traces of requests, if configured: `RequestTracer`. The packages are the extra `tracing`.
 
 A request's spans are made when it has ended, from the times that the engine measured: `tokenize`, and for each
-continuation `queue`, `prefill` and `decode`. KV is loaded and saved inside the decode step and the prefill segments, on
-the device; what was moved is on the spans as bytes. Attributes follow OpenTelemetry's conventions for generative AI.
+continuation `queue`, `prefill` and `decode`; below `prefill` a `prefill_segment` each, below both `load` and `save` for
+KV that moved between the tiers (`timeline.py`). Attributes follow OpenTelemetry's conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -71,20 +71,36 @@ class RequestTracer:
         first_ns = submitted_ns + _ns(metrics.ttft_s)
         last_ns = first_ns + _ns(sum(metrics.tbt_s))
         self._child("queue", parent, submitted_ns, begin_ns)
-        self._child("prefill", parent, begin_ns, first_ns)
-        self._child(
+        prefill = self._child("prefill", parent, begin_ns, first_ns)
+        decode = self._child(
             "decode", parent, first_ns, last_ns,
             {"sparseserve.kv.bytes_loaded": metrics.bytes_loaded, "sparseserve.kv.bytes_saved": metrics.bytes_saved,
              "sparseserve.kv.blocks_hit": metrics.blocks_hit, "sparseserve.kv.blocks_loaded": metrics.blocks_loaded,
              "sparseserve.num_parks": metrics.num_parks, "sparseserve.num_tokens": 1 + len(metrics.tbt_s)},
         )  # fmt: skip
+        for interval in metrics.timeline:
+            start_ns, end_ns = submitted_ns + _ns(interval.start_s), submitted_ns + _ns(interval.end_s)
+            if interval.kind == "prefill":
+                first, end = interval.layers or (0, 0)
+                self._child(
+                    "prefill_segment", prefill, start_ns, end_ns,
+                    {"sparseserve.num_tokens": interval.amount, "sparseserve.layer_start": first,
+                     "sparseserve.layer_end": end},
+                )  # fmt: skip
+            else:
+                self._child(
+                    interval.kind, prefill if start_ns < first_ns else decode, start_ns, end_ns,
+                    {"sparseserve.kv.bytes": interval.amount, "sparseserve.num_steps": interval.num_steps},
+                )  # fmt: skip
         return last_ns
 
     def _child(
         self, name: str, parent: Any, start_ns: int, end_ns: int, attributes: dict[str, Any] | None = None
-    ) -> None:
+    ) -> Any:
+        """A span that has ended, as the parent of others."""
         span = self._tracer.start_span(name, context=parent, start_time=start_ns, attributes=attributes)
         span.end(max(start_ns, end_ns))
+        return self._trace.set_span_in_context(span)
 
     def close(self) -> None:
         """Sends what is left."""

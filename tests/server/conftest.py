@@ -12,7 +12,7 @@ from tests.tiny_model import write_sharp_model
 
 CONFIG = EngineConfig(
     dtype="float32", block_size=16, sparse_budget_tokens=128, num_dense_layers=1, max_num_batched_tokens=256,
-    max_model_len=512, max_num_seqs=8, kv_tiers="tiered", device_kv_bytes=1_600_000,
+    max_model_len=512, max_num_seqs=8, kv_tiers="tiered", device_kv_bytes=1_600_000, record_timeline=True,
 )  # fmt: skip
 
 

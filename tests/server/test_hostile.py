@@ -106,6 +106,25 @@ def test_other_errors_have_the_same_shape(server):
     error_of(raw(server, '{"prompt": "a", "model": "\\ud800"}'), 404)
 
 
+@pytest.mark.parametrize("fields, param, words", [
+    ({"prompt": "a", "stop": [5]}, "stop", "stop.0: "),
+    ({"prompt": "a", "sparse_budget_tokens": "dense"}, "sparse_budget_tokens", "sparse_budget_tokens=dense "),
+    ({"prompt": ["a"] * 4000}, "prompt", "4000 continuations"),
+    ({"prompt": "a", "n": 4000}, "n", "n=4000"),
+    ({"messages": [{"role": "user", "content": "a"}], "modalities": ["text", "audio"]}, "modalities", "only modality"),
+    ({"messages": [{"role": "user", "content": "a"}], "echo": True}, "echo", "not echoed"),
+])  # fmt: skip
+def test_errors_name_what_is_wrong(server, fields, param, words):
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    error = error_of(server.client.post(path, json=fields), 400)
+    assert error["param"] == param and words in error["message"]
+
+
+def test_numbers_with_thousands_of_digits(server):
+    error = error_of(raw(server, '{"prompt": "a", "max_tokens": ' + "1" * 5000 + "}"), 400)
+    assert "more than 100 digits" in error["message"] and "sys." not in error["message"]
+
+
 def test_fields_that_are_unknown_are_accepted(server):
     assert post(server, prompt="a", max_tokens=1, user="me", something_new=[1]).status_code == 200
 
@@ -187,7 +206,7 @@ def test_a_request_for_more_than_ever_fits_is_told_so(engine):
     with RunningServer(engine, ServerSettings(max_waiting=2)) as server:
         server.wait_ready()
         error = error_of(server.client.post("/v1/completions", json={"prompt": "a", "n": 64}), 400)
-        assert "64" in error["message"] and "--max-waiting" in error["message"]
+        assert "64" in error["message"] and "--max-waiting" in error["message"] and error["param"] == "n"
 
 
 def test_headers_that_are_no_http(server):

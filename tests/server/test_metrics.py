@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 
@@ -65,10 +66,13 @@ def test_traces(engine):
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with RunningServer(engine, tracer=RequestTracer(provider)) as server:
         server.wait_ready()
-        fields = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
+        fields = {"prompt": random_prompt(400, 0), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         server.client.post("/v1/completions", json=fields, headers={"traceparent": parent})
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {"text_completion tiny", "tokenize", "queue", "prefill", "decode"}
+    finished = exporter.get_finished_spans()
+    spans = {span.name: span for span in finished}
+    assert set(spans) == {
+        "text_completion tiny", "tokenize", "queue", "prefill", "prefill_segment", "decode", "load", "save",
+    }  # fmt: skip
     root = spans["text_completion tiny"]
     assert root.parent is not None and format(root.context.trace_id, "032x") == parent[3:35]
     assert root.attributes is not None
@@ -79,6 +83,19 @@ def test_traces(engine):
         assert root.start_time <= child.start_time <= child.end_time <= root.end_time + 10**8
     assert spans["tokenize"].end_time <= spans["prefill"].start_time <= spans["prefill"].end_time
     assert spans["prefill"].end_time == spans["decode"].start_time
+    segments = [span.attributes or {} for span in finished if span.name == "prefill_segment"]
+    by_layer: collections.Counter[int] = collections.Counter()
+    for segment in segments:
+        for layer in range(segment["sparseserve.layer_start"], segment["sparseserve.layer_end"]):
+            by_layer[layer] += segment["sparseserve.num_tokens"]
+    assert by_layer == dict.fromkeys(range(engine.layout.num_layers), 400)
+    for name in ("load", "save"):
+        moved = sum(s.attributes["sparseserve.kv.bytes"] for s in finished if s.name == name and s.attributes)
+        assert moved == spans["decode"].attributes[f"sparseserve.kv.bytes_{name}{'d' if name == 'save' else 'ed'}"] > 0
+    ids = {spans[name].context.span_id for name in ("prefill", "decode")}
+    for span in finished:
+        if span.name in ("prefill_segment", "load", "save"):
+            assert span.parent is not None and span.parent.span_id in ids
 
 
 def test_a_line_in_the_log_for_every_request(server, caplog):
