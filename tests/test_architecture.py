@@ -12,7 +12,7 @@ OUR_PACKAGES = ("sparseserve_jax", "pallas_kernels", "cpu_kernels", "host_offloa
 
 # A module may import from its own row and from the rows it names. Prefixes; the longest that fits a module counts.
 ENGINE = "sparseserve_jax."
-CONTRACTS = (ENGINE + "config", ENGINE + "request", ENGINE + "plan")
+CONTRACTS = (ENGINE + "config", ENGINE + "request", ENGINE + "plan", ENGINE + "timeline")
 CACHE = (*CONTRACTS, ENGINE + "cache")
 SCHEDULER = (*CACHE, ENGINE + "scheduler")
 KERNELS = ("pallas_kernels", "cpu_kernels")
@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ENGINE + "config": CONTRACTS,
     ENGINE + "request": CONTRACTS,
     ENGINE + "plan": CONTRACTS,
+    ENGINE + "timeline": CONTRACTS,
     ENGINE + "percentiles": (),
     ENGINE + "provenance": (),
     ENGINE + "load_generator": (ENGINE + "load_generator", ENGINE + "percentiles", ENGINE + "provenance"),
@@ -58,6 +59,7 @@ NO_JAX = tuple(
         "config",
         "request",
         "plan",
+        "timeline",
         "cache",
         "scheduler",
         "simulator",
