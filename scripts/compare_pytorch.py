@@ -150,10 +150,11 @@ def compare_sparse(
         max_model_len=max(map(len, prompts)) + new_tokens, max_num_seqs=2,
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
-    outputs = Engine(directory, config).generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
+    engine = Engine(directory, config)
+    outputs = engine.generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
     rule = Selection(
         block_size=config.block_size, budget=budget_tokens // config.block_size, method=method,
-        num_dense_layers=config.num_dense_layers, num_sink=config.num_sink_blocks, num_newest=config.num_newest_blocks,
+        dense_layers=engine.layout.dense_layers, num_sink=config.num_sink_blocks, num_newest=config.num_newest_blocks,
     )  # fmt: skip
     total, worst = Agreement(), 0.0
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -52,7 +52,7 @@ SERVING: dict[str, EngineConfig] = {
     # Four times the KV of Llama-3-8B for each token: no dense layers, or eight dense contexts alone would take 34 GB.
     "lwm-7b": EngineConfig(
         kv_tiers="tiered", max_model_len=CONTEXT_TOKENS, max_num_seqs=NUM_SEQS, max_num_batched_tokens=CONTEXT_TOKENS,
-        num_dense_layers=0, device_kv_bytes=18 * GIB, host_kv_bytes=150 * GIB,
+        dense_layers=(), device_kv_bytes=18 * GIB, host_kv_bytes=150 * GIB,
     ),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ class Selection:
     budget: int
     method: str
     per_query_head: bool = False
-    num_dense_layers: int = 2
+    dense_layers: tuple[int, ...] = (0, 1)
     num_sink: int = 1
     num_newest: int = 2
 
@@ -164,7 +164,7 @@ class SparseLlama:
         """Dense attention over a prompt; logits `[vocab]` after its last token."""
         logits = torch.zeros(0)
         for start in range(0, len(token_ids), chunk):
-            logits = self._forward(token_ids[start : start + chunk], self._attend_causally)[-1]
+            logits = self.forward(token_ids[start : start + chunk], self._attend_causally)[-1]
         return logits
 
     @torch.inference_mode()
@@ -178,7 +178,7 @@ class SparseLlama:
         choices: list[Choice] = []
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            if self.selection is None or layer < self.selection.num_dense_layers:
+            if self.selection is None or layer in self.selection.dense_layers:
                 return self._attend_causally(layer, q)
             choice, by_query_head = self._choose(self.selection, self.keys[layer], q[0])
             choices.append(choice)
@@ -187,10 +187,16 @@ class SparseLlama:
                 by_query_head = [followed[head // self.group] for head in range(self.num_q_heads)]
             return self._attend_to_blocks(self.selection.block_size, layer, q[0], by_query_head)[None]
 
-        logits = self._forward([token_id], attend)[-1]
+        logits = self.forward([token_id], attend)[-1]
         return logits, choices
 
-    def _forward(self, token_ids: list[int], attend: Any) -> Tensor:
+    def forward(self, token_ids: list[int], attend: Any, *, all_logits: bool = False) -> Tensor:
+        """Takes tokens in; logits `[vocab]` after the last of them in a row of their own, or after each.
+
+        Args:
+            attend: from the layer's index and its queries `[tokens, q_heads, head_dim]` to outputs of the same shape;
+                the tokens' keys and values are in place by then.
+        """
         start = len(self.keys[0])
         positions = torch.arange(start, start + len(token_ids))
         hidden = self.weights["embed_tokens.weight"][torch.tensor(token_ids)]
@@ -206,7 +212,7 @@ class SparseLlama:
             x = self._norm(hidden, w["post_attention_layernorm"])
             gated = torch.nn.functional.silu(x @ w["mlp.gate_proj"].T) * (x @ w["mlp.up_proj"].T)
             hidden = hidden + gated @ w["mlp.down_proj"].T
-        return self._norm(hidden[-1:], self.weights["norm.weight"]) @ self.unembedding.T
+        return self._norm(hidden if all_logits else hidden[-1:], self.weights["norm.weight"]) @ self.unembedding.T
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
@@ -268,7 +274,7 @@ class SparseLlama:
         """`[heads, num_blocks]`, the newest block's column 0."""
         full = len(keys) - 1 - (len(keys) - 1) % rule.block_size  # all blocks before the newest are full
         blocks = keys[:full].reshape(-1, rule.block_size, self.num_kv_heads, self.head_dim)
-        centre, radius = _digest(rule.method, blocks)  # [blocks, kv_heads, head_dim]
+        centre, radius = digest(rule.method, blocks)  # [blocks, kv_heads, head_dim]
         ranks = []
         for kv_head in range(self.num_kv_heads):
             queries = q[kv_head * self.group : (kv_head + 1) * self.group]
@@ -284,7 +290,7 @@ _LAYER_WEIGHTS = (
 )  # fmt: skip
 
 
-def _digest(method: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def digest(method: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(centre, radius) over dimension 1, the block's tokens."""
     if method == "mean":
         mean = blocks.mean(1)

@@ -99,7 +99,7 @@ def generate(
     outputs = engine.generate([Request(prompt=prompt.prompt, sampling=params) for prompt in prompts])
     print(f"{len(outputs)} prompts, {new_tokens} tokens each: {time.perf_counter() - started:.0f} s", flush=True)
     return SelectionRecord.of_outputs(
-        outputs, block_size=engine.layout.block_size, num_dense_layers=engine.layout.num_dense_layers,
+        outputs, block_size=engine.layout.block_size, layers=engine.layout.sparse_layers,
         names=[prompt.task for prompt in prompts],
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def study(record: SelectionRecord) -> dict[str, Any]:
     ]
     return {
         "block_size": record.block_size,
-        "num_dense_layers": record.num_dense_layers,
+        "layers": list(record.layers),
         "requests": len(record.requests),
         "steps_counted": sum(len(request.selected) - first for request in record.requests),
         "overlap_by_window": dict(zip(WINDOWS, overlap.tolist(), strict=True)),

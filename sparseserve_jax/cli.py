@@ -183,6 +183,8 @@ def _metavar(name: str) -> str:
         return "JSON"
     if name == "extra_decode_settings":
         return "BUDGET:METHOD,..."
+    if name == "dense_layers":
+        return "INTEGER,..."
     number = next((part for part in choices or (kind,) if part in (int, float)), None)
     return {int: "INTEGER", float: "FLOAT", None: "TEXT"}[number]
 
@@ -203,11 +205,13 @@ def _parse(name: str, value: Any) -> Any:
             return parse_bytes(value)
         if name == "rope_scaling":
             return json.loads(value)
+        if name == "dense_layers":
+            return tuple(int(part) for part in value.split(",") if part.strip())
         for number in (int, float):
             if number in parts:
                 return number(value)
     except ValueError as error:
-        kind = "JSON" if name == "rope_scaling" else "a number"
+        kind = {"rope_scaling": "JSON", "dense_layers": "a list of layers such as 7,18"}.get(name, "a number")
         reason = str(error) if name.endswith("_bytes") else f"{value!r} is not {kind}"
         raise ValueError(f"{flag}: {reason}") from error
     return value
@@ -280,7 +284,7 @@ def generate(
         wide_console(stderr=True).print(metrics_table(outputs))
     if record_selection is not None:
         SelectionRecord.of_outputs(
-            outputs, block_size=engine.layout.block_size, num_dense_layers=engine.layout.num_dense_layers
+            outputs, block_size=engine.layout.block_size, layers=engine.layout.sparse_layers
         ).save(record_selection)
         outputs = [
             dataclasses.replace(o, metrics=dataclasses.replace(o.metrics, selected_block_ids=[])) for o in outputs

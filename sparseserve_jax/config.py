@@ -56,7 +56,10 @@ class EngineConfig:
             `sparse_budget_tokens` and `selection`. Every further method costs digests of its own. With kv_tiers
             "tiered" no budget above `sparse_budget_tokens`.
         selection_granularity: one selection per KV head (all its query heads share it) or one per query head.
-        num_dense_layers: the first layers that attend to everything also when a budget is set.
+        num_dense_layers: how many of the first layers attend to everything also when a budget is set; None = 2, or
+            those of the embedded model that were found to retrieve (`dense_layers`).
+        dense_layers: the layers that do, by index from 0, in place of the first ones: few layers copy text from afar,
+            and these suffer from a budget (docs/accuracy.md says how to find them).
         num_sink_blocks: oldest blocks that are always selected, inside the budget (at least 0).
         num_newest_blocks: newest blocks that are always selected, inside the budget (at least 1).
         kv_tiers: "unified" = one pool; "tiered" = a device pool as a cache of the pinned host pool.
@@ -68,7 +71,7 @@ class EngineConfig:
             "factor": 4.0}`; the model's limit becomes its original length times the factor. None = as the checkpoint.
         prefill: "layer" = layer-segmented (paper section 3.3); "chunked" = token chunks through all layers.
         prefill_sparsity: share of its attention, in (0, 1], that each head of a prompt keeps (an estimate by blocks of
-            128 tokens, XAttention); None = dense. Dense stay the first `num_dense_layers` and tokens within
+            128 tokens, XAttention); None = dense. Dense stay the dense layers and tokens within
             `sparse_budget_tokens`.
         max_inject_tokens: prompt tokens x layers that may run beside one decode step; None = 2048 x layers.
         max_num_batched_tokens: the longest prefill call in tokens (and the chunk of "chunked" prefill).
@@ -94,7 +97,8 @@ class EngineConfig:
     selection: SelectionMethod = "cuboid-mean"
     extra_decode_settings: tuple[tuple[int | None, SelectionMethod], ...] = ()
     selection_granularity: SelectionGranularity = "kv_head"
-    num_dense_layers: int = 2
+    num_dense_layers: int | None = None
+    dense_layers: tuple[int, ...] | None = None
     num_sink_blocks: int = 1
     num_newest_blocks: int = 2
     kv_tiers: KVTiers = "unified"
@@ -136,7 +140,6 @@ class EngineConfig:
         _one_of("prefill", self.prefill, ("layer", "chunked"))
         _one_of("batch_control", self.batch_control, ("working-set", "none"))
         _one_of("implementation", self.implementation, ("auto", "pallas", "cpu", "reference"))
-        _at_least("num_dense_layers", self.num_dense_layers, 0)
         _at_least("num_sink_blocks", self.num_sink_blocks, 0)
         _at_least("num_newest_blocks", self.num_newest_blocks, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -148,7 +151,7 @@ class EngineConfig:
         _at_least("max_grant_factor", self.max_grant_factor, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 128)
         _integer("seed", self.seed)
-        for name in ("deterministic", "record_selection"):
+        for name in ("deterministic", "record_selection", "record_timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.compilation_cache_dir, str | None):
@@ -174,10 +177,12 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be a power of two (prefill calls come in "
                 "power-of-two shapes)"
             )
-        for name in ("device_kv_bytes", "host_kv_bytes", "max_model_len", "max_inject_tokens"):
+        for name in ("device_kv_bytes", "host_kv_bytes", "max_model_len", "max_inject_tokens", "num_dense_layers"):
             value = getattr(self, name)
             if value is not None:
-                _at_least(name, value, 1)
+                _at_least(name, value, 0 if name == "num_dense_layers" else 1)
+        if self.dense_layers is not None:
+            object.__setattr__(self, "dense_layers", self._checked_layers())
         if self.kv_dtype is not None and self.kv_tiers != "unified":
             raise ValueError(
                 f"kv_dtype={self.kv_dtype!r} needs kv_tiers='unified': scales do not move between tiers; use it, or "
@@ -188,6 +193,20 @@ class EngineConfig:
         if self.sparse_budget_tokens is not None:
             self._check_budget("sparse_budget_tokens", self.sparse_budget_tokens)
         object.__setattr__(self, "extra_decode_settings", self._checked_settings())
+
+    def _checked_layers(self) -> tuple[int, ...]:
+        """`dense_layers` in order."""
+        layers = self.dense_layers
+        if not isinstance(layers, (tuple, list)) or not all(_is_integer(layer) and layer >= 0 for layer in layers):
+            raise ValueError(f"dense_layers={layers!r} must be a tuple of layer indices from 0 on, such as (7, 18)")
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"dense_layers={layers!r} names a layer twice; name each once")
+        if self.num_dense_layers is not None:
+            raise ValueError(
+                f"num_dense_layers={self.num_dense_layers} and dense_layers={layers!r} both say which layers are "
+                "dense; give one of them"
+            )
+        return tuple(sorted(layers))
 
     def _check_budget(self, name: str, budget_tokens: object) -> None:
         _integer(name, budget_tokens)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from sparseserve_jax.cache.layout import KVLayout
+from sparseserve_jax.cache.layout import KVLayout, choose_dense_layers
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.config import ModelConfig
 from sparseserve_jax.models.rope import rope_type
@@ -74,7 +74,7 @@ class EngineInfo:
         return (
             f"budget {c.sparse_budget_tokens} tokens = {c.sparse_budget_blocks} blocks of {kv.block_size}, "
             f"{c.selection} per {c.selection_granularity.replace('_', ' ')}, {c.num_sink_blocks} sink + "
-            f"{c.num_newest_blocks} newest; dense layers: {kv.num_dense_layers} of {kv.num_layers}{self._extra()}"
+            f"{c.num_newest_blocks} newest; dense layers: {_listed(kv.dense_layers)} of {kv.num_layers}{self._extra()}"
         )
 
     def _extra(self) -> str:
@@ -89,8 +89,9 @@ class EngineInfo:
             attention = "dense attention"
         else:
             attention = (
-                f"attention to {c.prefill_sparsity:g} of its estimated mass, dense in {c.num_dense_layers} layers and "
-                f"up to {c.sparse_budget_tokens or 0} tokens"
+                f"attention to {c.prefill_sparsity:g} of its estimated mass, dense in layers "
+                f"{_listed(choose_dense_layers(c, self.model_config.kv_shape))} and up to "
+                f"{c.sparse_budget_tokens or 0} tokens"
             )
         return (
             f"{how}, {inject} token-layers beside a decode step, calls of up to {c.max_num_batched_tokens} tokens; "
@@ -149,3 +150,15 @@ def describe_engine(
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)),
         huge_page_bytes=runner.huge_page_bytes,
     )
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    """`0-3, 7`; `none`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(shown) or "none"

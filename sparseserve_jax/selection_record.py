@@ -4,8 +4,9 @@ The file is a compressed NumPy archive (`.npz`):
 
 | array | type | content |
 |---|---|---|
-| `format` | int | 1 |
-| `block_size`, `num_dense_layers` | int | tokens of a block; layers before the first recorded one |
+| `format` | int | 2 |
+| `block_size` | int | tokens of a block |
+| `layers` | int32 `[sparse layers]` | the recorded layers |
 | `prompt_tokens` | int32 `[requests]` | length of each prompt |
 | `names` | text `[requests]` | what a request is, e.g. its task |
 | `selected_0`, `selected_1`, ... | int16 (int32 from 32,768 blocks on) | one for each request, see `RecordedRequest` |
@@ -23,7 +24,7 @@ import numpy as np
 
 from sparseserve_jax.request import RequestOutput
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,15 @@ class RecordedRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionRecord:
-    """What one engine selected. `num_dense_layers` layers come before the recorded ones."""
+    """What one engine selected in its sparse layers, which `layers` names."""
 
     block_size: int
-    num_dense_layers: int
+    layers: tuple[int, ...]
     requests: tuple[RecordedRequest, ...]
 
     @classmethod
     def of_outputs(
-        cls, outputs: Sequence[RequestOutput], *, block_size: int, num_dense_layers: int, names: Sequence[str] = ()
+        cls, outputs: Sequence[RequestOutput], *, block_size: int, layers: Sequence[int], names: Sequence[str] = ()
     ) -> SelectionRecord:
         """The selections on outputs of an engine with `record_selection`; names default to the request ids.
 
@@ -73,16 +74,16 @@ class SelectionRecord:
         if not requests:
             raise ValueError(
                 f"none of {len(outputs)} outputs has a selection; use record_selection=True, a sparse_budget_tokens, "
-                "fewer num_dense_layers than layers, and more than one new token"
+                "a layer that is not dense, and more than one new token"
             )
-        return cls(block_size=block_size, num_dense_layers=num_dense_layers, requests=tuple(requests))
+        return cls(block_size=block_size, layers=tuple(layers), requests=tuple(requests))
 
     def save(self, path: str | Path) -> None:
         """Writes the file described above."""
         arrays: dict[str, Any] = {f"selected_{index}": request.selected for index, request in enumerate(self.requests)}
         with Path(path).open("wb") as file:
             np.savez_compressed(
-                file, format=FORMAT, block_size=self.block_size, num_dense_layers=self.num_dense_layers,
+                file, format=FORMAT, block_size=self.block_size, layers=np.array(self.layers, np.int32),
                 prompt_tokens=np.array([request.prompt_tokens for request in self.requests], np.int32),
                 names=np.array([request.name for request in self.requests], str), **arrays,
             )  # fmt: skip
@@ -105,10 +106,10 @@ class SelectionRecord:
                     RecordedRequest(name=name, prompt_tokens=length, selected=arrays[f"selected_{index}"])
                     for index, (name, length) in enumerate(zip(names, lengths, strict=True))
                 )
-                sizes = {key: int(arrays[key]) for key in ("block_size", "num_dense_layers")}
+                block_size, layers = int(arrays["block_size"]), tuple(arrays["layers"].tolist())
         except (KeyError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is no record of selections: {error}") from error
-        return cls(requests=requests, **sizes)
+        return cls(requests=requests, block_size=block_size, layers=layers)
 
 
 def _compact(ids: np.ndarray) -> np.ndarray:

@@ -213,7 +213,7 @@ def test_selections_are_recorded(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert [o["metrics"]["selected_block_ids"] for o in json.loads(result.stdout)["outputs"]] == [[], []]
     record = SelectionRecord.load(file)
-    assert (record.block_size, record.num_dense_layers) == (16, 2)
+    assert (record.block_size, record.layers) == (16, (2, 3))
     assert [request.prompt_tokens for request in record.requests] == [201, 301]
     for request in record.requests:
         assert request.selected.shape == (4, 2, 2, 6)
@@ -230,6 +230,8 @@ def test_info_of_the_embedded_model() -> None:
     facts = json.loads(result.stdout)
     assert facts["model"].startswith("SmolLM2-135M-Instruct")
     assert facts["layout"]["max_model_len"] == 512
+    assert facts["layout"]["dense_layers"] == [7, 18], "those that retrieve"
+    assert "dense layers: 7, 18 of 30" in facts["attention"]
     assert facts["device_kv_bytes"] == facts["layout"]["device_bytes"]
 
 

@@ -62,6 +62,8 @@ def test_out_of_range(name, value):
         ("compilation_cache_dir", 5, "a string"), ("compilation_cache_dir", False, "a string"),
         ("rope_scaling", "yarn", "map names"), ("rope_scaling", {"factor": None}, "map names"),
         ("rope_scaling", {4: 1.0}, "map names"),
+        ("dense_layers", 7, "a tuple"), ("dense_layers", (1.0,), "a tuple"), ("dense_layers", (-1,), "from 0 on"),
+        ("dense_layers", (True,), "a tuple"), ("dense_layers", (3, 3), "twice"), ("record_timeline", 1, "True or"),
         ("dtype", ["bfloat16"], "'bfloat16', 'float32'"), ("selection", None, "'cuboid-mean'"),
     ],
 )  # fmt: skip
@@ -85,6 +87,12 @@ def test_the_message_names_the_value_and_what_is_allowed():
 def test_the_smallest_budget_holds_sink_newest_and_one_chosen_block():
     config = EngineConfig(sparse_budget_tokens=48, block_size=16, num_sink_blocks=0)
     assert config.sparse_budget_blocks == 3
+
+
+def test_dense_layers_are_kept_in_order_and_exclude_a_number_of_them():
+    assert EngineConfig(dense_layers=[18, 7]).dense_layers == (7, 18)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"num_dense_layers=2 and dense_layers=.*one of them"):
+        EngineConfig(num_dense_layers=2, dense_layers=(7,))
 
 
 def test_host_bytes_need_tiers():

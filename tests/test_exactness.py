@@ -78,7 +78,7 @@ def check_resident_blocks(engine: Engine, child: str) -> None:
     num_full = sequence.num_computed // layout.block_size
     num_slots = runner._tables.num_slots[sequence.row]
     for index, table in enumerate(runner._state.resident):
-        layer = layout.num_dense_layers + index
+        layer = layout.sparse_layers[index]
         host, device = np.asarray(runner._host_pools[layer]), np.asarray(runner._state.pools[layer])
         for head, held in enumerate(np.asarray(table)[sequence.row]):
             for slot, logical in enumerate(held[:num_slots]):
@@ -137,6 +137,16 @@ def test_one_working_set_is_enough(model, all_resident, requests):
     engine = Engine(model, dataclasses.replace(config, device_kv_bytes=smallest))
     assert engine.layout.num_slots == engine.layout.min_grant_slots == 8
     assert_same(run(engine, requests), all_resident[1])
+
+
+def test_dense_layers_anywhere(model, requests):
+    """The first and the last layer sparse, one in the middle dense; requests are parked and come back."""
+    config = dataclasses.replace(BASE, num_dense_layers=None, dense_layers=(2,))
+    few = requests[:8]
+    expected = run(Engine(model, config), few)
+    got = run(Engine(model, dataclasses.replace(config, kv_tiers="tiered", device_kv_bytes=TIGHT_BYTES)), few)
+    assert got.num_loads > 0 and got.num_parks > 0
+    assert_same(got, expected)
 
 
 def test_selection_per_query_head(model, requests):

@@ -18,10 +18,10 @@ def output(request_id: str, num_tokens: int, widths: list[int], highest: int = 5
 @pytest.mark.parametrize(("highest", "dtype"), [(50, np.int16), (100_000, np.int32)])
 def test_what_is_saved_is_loaded(tmp_path, highest, dtype):
     outputs = [output("a", 70, [4, 4, 6], highest), output("none", 9, []), output("b", 3, [6], highest)]
-    record = SelectionRecord.of_outputs(outputs, block_size=32, num_dense_layers=2, names=["qasper", "x", "qmsum"])
+    record = SelectionRecord.of_outputs(outputs, block_size=32, layers=(2, 3), names=["qasper", "x", "qmsum"])
     record.save(tmp_path / "file.npz")
     again = SelectionRecord.load(tmp_path / "file.npz")
-    assert (again.block_size, again.num_dense_layers) == (32, 2)
+    assert (again.block_size, again.layers) == (32, (2, 3))
     assert [(r.name, r.prompt_tokens) for r in again.requests] == [("qasper", 70), ("qmsum", 3)]
     first = again.requests[0].selected
     assert (first.dtype, first.shape) == (dtype, (3, 3, 2, 6))
@@ -34,7 +34,7 @@ def test_what_is_saved_is_loaded(tmp_path, highest, dtype):
 
 def test_nothing_recorded():
     with pytest.raises(ValueError, match="none of 1 outputs has a selection; use record_selection=True"):
-        SelectionRecord.of_outputs([output("a", 3, [])], block_size=32, num_dense_layers=2)
+        SelectionRecord.of_outputs([output("a", 3, [])], block_size=32, layers=(2, 3))
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x05\x06" + bytes(18)])
@@ -45,6 +45,6 @@ def test_another_file_is_refused(tmp_path, content):
 
 
 def test_another_format_is_refused(tmp_path):
-    np.savez(tmp_path / "new.npz", format=2)
-    with pytest.raises(ValueError, match="format 2, this version reads 1"):
+    np.savez(tmp_path / "new.npz", format=3)
+    with pytest.raises(ValueError, match="format 3, this version reads 2"):
         SelectionRecord.load(tmp_path / "new.npz")

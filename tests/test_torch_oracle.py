@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparseserve_jax import Engine, EngineConfig, Request, RequestOutput, SamplingParams
+from sparseserve_jax import Engine, EngineConfig, Request, SamplingParams
 from sparseserve_jax.checkpoint.convert import convert
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from tests.real_text import real_text
@@ -27,11 +26,8 @@ def model(tmp_path_factory):
     return write_sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=NUM_LAYERS)
 
 
-def generate(
-    model: Path | None, config: EngineConfig, prompts: list[list[int]], new_tokens: int
-) -> list[RequestOutput]:
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    return Engine(model, config).generate([Request(prompt=prompt, sampling=params) for prompt in prompts])
+def greedy(new_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +36,7 @@ def generate(
         ("cuboid-mean", False, {}),
         ("quest", False, {"num_sink_blocks": 0, "num_newest_blocks": 1, "num_dense_layers": 0}),
         pytest.param("mean", False, {"num_sink_blocks": 2, "num_newest_blocks": 3}, marks=pytest.mark.slow),
-        ("cuboid-mean", True, {}),
+        ("cuboid-mean", True, {"num_dense_layers": None, "dense_layers": (1,)}),
     ],
 )
 def test_selected_blocks(model, method, per_query_head, changes: dict[str, Any]):
@@ -51,10 +47,11 @@ def test_selected_blocks(model, method, per_query_head, changes: dict[str, Any])
         selection_granularity="query_head" if per_query_head else "kv_head", **{"num_dense_layers": 1} | changes,
     )  # fmt: skip
     prompts = [random_prompt(length, length) for length in (470, 336, 120, 60)]
-    outputs = generate(model, config, prompts, 24)
+    engine = Engine(model, config)
+    outputs = engine.generate([Request(prompt=prompt, sampling=greedy(24)) for prompt in prompts])
     rule = oracle.Selection(
         block_size=16, budget=8, method=method, per_query_head=per_query_head, num_sink=config.num_sink_blocks,
-        num_newest=config.num_newest_blocks, num_dense_layers=config.num_dense_layers,
+        num_newest=config.num_newest_blocks, dense_layers=engine.layout.dense_layers,
     )  # fmt: skip
     for prompt, output in zip(prompts, outputs, strict=True):
         steps = oracle.block_lists(output.metrics.selected_block_ids)
@@ -62,7 +59,7 @@ def test_selected_blocks(model, method, per_query_head, changes: dict[str, Any])
         found = oracle.compare_selections(oracle.SparseLlama(model, rule), prompt, output.token_ids, steps)
         assert found.equal_tokens == found.tokens == 24
         grows = {470: 23, 336: 23, 120: 15, 60: 0}[len(prompt)]  # steps with more than 8 blocks
-        assert found.selections == grows * 2 * (NUM_LAYERS - config.num_dense_layers)
+        assert found.selections == grows * 2 * engine.layout.num_sparse_layers
         assert found.equal == found.selections or max(found.tie_gaps) <= TIE_NATS, found
 
 
@@ -70,7 +67,7 @@ def test_the_oracle_tells_methods_apart(model):
     """What the comparison would say if the engine selected by another digest."""
     prompt = random_prompt(400, 1)
     rules = [
-        oracle.Selection(block_size=16, budget=8, method=method, num_dense_layers=1)
+        oracle.Selection(block_size=16, budget=8, method=method, dense_layers=(0,))
         for method in ("cuboid-mean", "quest")
     ]
     other = oracle.SparseLlama(model, rules[1])

@@ -26,7 +26,7 @@ def recorded(tmp_path):
         RecordedRequest(name="turns", prompt_tokens=700, selected=turns),
     )
     path = tmp_path / "selected.npz"
-    SelectionRecord(block_size=32, num_dense_layers=2, requests=requests).save(path)
+    SelectionRecord(block_size=32, layers=(0, 1), requests=requests).save(path)
     return path
 
 

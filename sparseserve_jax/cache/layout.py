@@ -15,6 +15,8 @@ from sparseserve_jax.config import EngineConfig
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 SCALE_BYTES = 4
 """Of K or V of an int8 piece."""
+NUM_FIRST_DENSE_LAYERS = 2
+"""Dense layers where nothing is known of a model and nothing is configured (Quest keeps the first two dense, too)."""
 MAX_PACKED_PROMPTS = 8
 """Prompts that share one prefill call at most."""
 
@@ -27,6 +29,8 @@ class KVShape:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    retrieval_layers: tuple[int, ...] = ()
+    """Layers that are known to copy text from afar, which a budget harms most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class KVLayout:
     """Sizes in force. All block counts exclude the null block 0 that every pool has besides.
 
     Attributes:
-        num_dense_layers: layers that attend to everything (all of them when no budget is set).
+        dense_layers: layers that attend to everything (all of them when no budget is set), ascending.
         selection_blocks: blocks of one selection per KV head (budget; union over the query group for per-query-head);
             0 without a sparse layer.
         num_blocks: blocks of the tier that holds every sequence whole (host tier if tiered, else the only pool).
@@ -49,7 +53,7 @@ class KVLayout:
 
     block_size: int
     num_layers: int
-    num_dense_layers: int
+    dense_layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     piece_bytes: int
@@ -68,13 +72,42 @@ class KVLayout:
     host_bytes: int
 
     @property
+    def num_dense_layers(self) -> int:
+        """Layers that attend to everything."""
+        return len(self.dense_layers)
+
+    @property
     def num_sparse_layers(self) -> int:
         """Layers that select blocks."""
         return self.num_layers - self.num_dense_layers
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers that select blocks, ascending: what per-sparse-layer arrays are indexed by."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+
+def choose_dense_layers(config: EngineConfig, shape: KVShape) -> tuple[int, ...]:
+    """The layers that attend to everything also when a budget is set, ascending.
+
+    Raises:
+        ValueError: the config names a layer that the model does not have.
+    """
+    if config.dense_layers is not None:
+        if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
+            raise ValueError(
+                f"dense_layers names layer {config.dense_layers[-1]}, but the model has layers 0 to "
+                f"{shape.num_layers - 1}; leave it out"
+            )
+        return config.dense_layers
+    if config.num_dense_layers is None and shape.retrieval_layers:
+        return shape.retrieval_layers
+    first = NUM_FIRST_DENSE_LAYERS if config.num_dense_layers is None else config.num_dense_layers
+    return tuple(range(min(first, shape.num_layers)))
 
 
 def plan_layout(
@@ -112,6 +145,7 @@ class _Sizes:
     piece_bytes: int
     layer_block_bytes: int
     layer_digest_bytes: int
+    dense_layers: tuple[int, ...]
     num_dense_layers: int
     num_sparse_layers: int
     selection_blocks: int
@@ -123,7 +157,9 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
     piece_bytes = values * DTYPE_BYTES[config.kv_dtype or config.dtype] + (2 * SCALE_BYTES if config.kv_dtype else 0)
     max_blocks = -(-max_model_len // config.block_size)
     budget = config.sparse_budget_blocks
-    dense = shape.num_layers if budget is None else min(config.num_dense_layers, shape.num_layers)
+    chosen = choose_dense_layers(config, shape)
+    dense_layers = tuple(range(shape.num_layers)) if budget is None else chosen
+    dense = len(dense_layers)
     group = shape.num_q_heads // shape.num_kv_heads if config.selection_granularity == "query_head" else 1
     return _Sizes(
         piece_bytes=piece_bytes,
@@ -133,6 +169,7 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
         * 2
         * shape.head_dim
         * DTYPE_BYTES[config.dtype],
+        dense_layers=dense_layers,
         num_dense_layers=dense,
         num_sparse_layers=shape.num_layers - dense,
         selection_blocks=0 if budget is None or dense == shape.num_layers else min(budget * group, max_blocks),
@@ -194,7 +231,7 @@ def _plan_tiered(
             f"{sizes.selection_blocks} slots x {sizes.num_sparse_layers} sparse layers, {sizes.max_blocks} blocks x "
             f"{sizes.num_dense_layers} dense layers, {fixed} bytes of digests (of {num_blocks} host blocks), prefill "
             f"staging and null blocks; raise device_kv_bytes to at least {fixed + smallest * sizes.layer_block_bytes}, "
-            "or lower max_model_len, sparse_budget_tokens, num_dense_layers or host_kv_bytes"
+            "or lower max_model_len, sparse_budget_tokens, the number of dense layers or host_kv_bytes"
         )
     num_slots, num_dense_blocks = _split_room(config, sizes, room, max_grant)
     used = sizes.num_sparse_layers * num_slots + sizes.num_dense_layers * num_dense_blocks
@@ -223,7 +260,7 @@ def _layout(
     return KVLayout(
         block_size=config.block_size,
         num_layers=shape.num_layers,
-        num_dense_layers=sizes.num_dense_layers,
+        dense_layers=sizes.dense_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         piece_bytes=sizes.piece_bytes,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from sparseserve_jax.checkpoint.embedded import EMBEDDED_NAME, find_embedded
+from sparseserve_jax.checkpoint.embedded import EMBEDDED_NAME, RETRIEVAL_LAYERS, find_embedded
 from sparseserve_jax.checkpoint.gguf_source import open_gguf
 from sparseserve_jax.checkpoint.huggingface_source import INDEX_FILE, SINGLE_FILE, open_huggingface
 from sparseserve_jax.checkpoint.orbax_source import ORBAX_DIR, has_orbax, open_orbax
@@ -23,7 +24,9 @@ def open_checkpoint(path: str | Path | None = None) -> CheckpointSource:
         ValueError: empty, truncated, another architecture or format; names the file and the reason.
     """
     if path is None:
-        return open_gguf(find_embedded(), name=EMBEDDED_NAME)
+        source = open_gguf(find_embedded(), name=EMBEDDED_NAME)
+        config = dataclasses.replace(source.config, retrieval_layers=RETRIEVAL_LAYERS)
+        return dataclasses.replace(source, config=config)
     path = Path(path).expanduser().absolute()
     if path.is_file():
         if path.stat().st_size == 0:

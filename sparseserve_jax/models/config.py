@@ -30,6 +30,8 @@ class ModelConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    retrieval_layers: tuple[int, ...] = ()
+    """Layers that were found to copy text from afar, if that is known of the model."""
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -50,6 +52,7 @@ class ModelConfig:
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            retrieval_layers=self.retrieval_layers,
         )
 
     @property

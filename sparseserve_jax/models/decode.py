@@ -219,7 +219,8 @@ def _valid_tokens(logical: Array, inputs: DecodeInputs, spec: StepSpec) -> Array
 def _split(state: KVState, spec: StepSpec) -> list[_Layer]:
     scales = state.scales or (None,) * len(state.pools)
     layers = [_Layer(pool=pool, scales=scale) for pool, scale in zip(state.pools, scales, strict=True)]
-    for index, layer in enumerate(layers[spec.layout.num_dense_layers :]):
+    for index, place in enumerate(spec.layout.sparse_layers):
+        layer = layers[place]
         layer.digests = state.digests[spec.first_digest + index]
         layer.last_selected = state.last_selected[index]
         layer.resident = state.resident[index] if state.resident else None

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Int, Num
 
 from pallas_kernels.api import Kernels
 from pallas_kernels.storage import storage_dtype
-from sparseserve_jax.cache.layout import KVLayout
+from sparseserve_jax.cache.layout import KVLayout, choose_dense_layers
 from sparseserve_jax.config import DecodeSetting, EngineConfig
 from sparseserve_jax.models.config import ModelConfig
 
@@ -41,8 +41,8 @@ class StepSpec:
     kernels: Kernels
     prefill_sparsity: float | None = None
     """Share of attention that sparse prefill keeps; None = dense."""
-    prefill_dense_layers: int = 0
-    """The first layers, whose prefill is always dense."""
+    prefill_dense_layers: tuple[int, ...] = ()
+    """Layers whose prefill is always dense."""
     prefill_dense_tokens: int = 0
     """Prompt tokens up to here attend to everything."""
 
@@ -51,7 +51,7 @@ class StepSpec:
 
         Where all of its tokens are dense anyway, choosing keys would cost a tenth of a short prompt's time for nothing.
         """
-        if self.prefill_sparsity is None or layer < self.prefill_dense_layers:
+        if self.prefill_sparsity is None or layer in self.prefill_dense_layers:
             return False
         return longest_end > self.prefill_dense_tokens
 
@@ -93,7 +93,7 @@ def make_spec(
         budget_blocks=max_blocks if budget_tokens is None else min(budget_tokens // config.block_size, max_blocks),
         kernels=kernels,
         prefill_sparsity=config.prefill_sparsity,
-        prefill_dense_layers=config.num_dense_layers,
+        prefill_dense_layers=choose_dense_layers(config, model.kv_shape),
         prefill_dense_tokens=config.sparse_budget_tokens or 0,
     )
 
@@ -132,7 +132,9 @@ def allocate_kv_state(layout: KVLayout, config: EngineConfig, kernels: Kernels, 
     pool_dtype = jnp.dtype(config.kv_dtype) if config.kv_dtype else stored
     sizes = [layout.num_blocks] * layout.num_layers
     if layout.tiered:
-        sizes = [layout.num_dense_blocks] * layout.num_dense_layers + [layout.num_slots] * layout.num_sparse_layers
+        sizes = [layout.num_slots] * layout.num_layers
+        for layer in layout.dense_layers:
+            sizes[layer] = layout.num_dense_blocks
     sparse = range(layout.num_sparse_layers)
     rows, heads = layout.max_num_seqs + 1, layout.num_kv_heads
     return KVState(

@@ -93,13 +93,14 @@ class AbstractRunner:
         )  # fmt: skip
         hidden = jax.ShapeDtypeStruct((num_tokens, self.spec.model.hidden_size), jnp.float32)
         staging = jax.ShapeDtypeStruct(pool_shape(layout, layout.num_staging_blocks), self._stored)
-        pool = staging if layout.tiered else self.state.pools[-1]
+        layer = layout.sparse_layers[-1] if layout.sparse_layers else layout.num_layers - 1
+        pool = staging if layout.tiered else self.state.pools[layer]
         digests = self.state.digests[-1:]
-        scales = self.state.scales[-1] if self.state.scales else None
+        scales = self.state.scales[layer] if self.state.scales else None
         angles = jax.ShapeDtypeStruct((num_tokens, layout.head_dim), jnp.float32)
         hidden, rope, pool = abstract((hidden, (angles, angles), pool))
-        args = (self.params["layers"][-1], hidden, rope, pool, digests, scales, abstract(call.call))
-        sparse = self.spec.prefills_sparsely(layout.num_layers - 1, layout.max_model_len)
+        args = (self.params["layers"][layer], hidden, rope, pool, digests, scales, abstract(call.call))
+        sparse = self.spec.prefills_sparsely(layer, layout.max_model_len)
         kwargs = {"spec": self.spec, "single_prompt": True, "sparse": sparse}
         return Program(function=prefill_layer, args=args, kwargs=kwargs)
 
@@ -107,9 +108,9 @@ class AbstractRunner:
         """FlashD2H of the blocks that filled in a decode step, all layers."""
         layout, zeros = self.layout, np.zeros(num_seqs, np.int32)
         slots = np.zeros((num_seqs, layout.max_grant_slots), np.int32)
-        dense, sparse = self.state.pools[: layout.num_dense_layers], self.state.pools[layout.num_dense_layers :]
-        args = (self.host_pools, dense, sparse, self.state.resident, *abstract([zeros] * 4), abstract(slots))
-        return Program(function=transfers.save_newest, args=args, kwargs={"kernels": self.spec.kernels})
+        args = (self.host_pools, self.state.pools, self.state.resident, *abstract([zeros] * 4), abstract(slots))
+        kwargs = {"dense_layers": layout.dense_layers, "kernels": self.spec.kernels}
+        return Program(function=transfers.save_newest, args=args, kwargs=kwargs)
 
     def save_layer(self, num_tokens: int) -> Program:
         """FlashD2H of one layer of a prefill call."""

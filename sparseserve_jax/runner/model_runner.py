@@ -203,7 +203,7 @@ class ModelRunner:
                 rows = np.full(num_seqs, self._tables.padding_row, np.int32)
                 self._warm_up_sampler(self._run_decode(setting, padding - 1, rows, width).logits)
         ends = (0,) if self.spec.prefill_sparsity is None else (0, self.layout.max_model_len)
-        layers = sorted({0, self.layout.num_layers - 1})  # a dense and a sparse one, where there are both
+        layers = [*self.layout.dense_layers[:1], *self.layout.sparse_layers[:1]]
         for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
             yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
             call = self._open_call((), min_tokens=num_tokens)
@@ -244,9 +244,10 @@ class ModelRunner:
         for width in self._copy_buckets:
             ids = to_device([np.zeros(width, np.int32), np.zeros(width, np.int32)])
             self._staging = transfers.load_layer(self._staging, self._host_pools[0], *ids, kernels=self.spec.kernels)
-            if layout.num_dense_layers:
-                pool = transfers.load_layer(self._state.pools[0], self._host_pools[0], *ids, kernels=self.spec.kernels)
-                self._state = dataclasses.replace(self._state, pools=_replaced(self._state.pools, 0, pool))
+            for layer in layout.dense_layers[:1]:
+                pools, host = self._state.pools, self._host_pools[layer]
+                pool = transfers.load_layer(pools[layer], host, *ids, kernels=self.spec.kernels)
+                self._state = dataclasses.replace(self._state, pools=_replaced(pools, layer, pool))
 
     # --- one plan ----------------------------------------------------------------------------------------------------
 
@@ -368,7 +369,7 @@ class ModelRunner:
         source[:count] = sequence.block_ids[:count]
         target_d, source_d = to_device([target, source])
         pools = list(self._state.pools)
-        for layer in range(self.layout.num_dense_layers):
+        for layer in self.layout.dense_layers:
             pools[layer] = transfers.load_layer(
                 pools[layer], self._host_pools[layer], target_d, source_d, kernels=self.spec.kernels
             )
@@ -405,11 +406,10 @@ class ModelRunner:
             dense_ids[index] = self._tables.dense[s.row, logical[index]]
             self._saved[s.request_id] += layout.num_layers * layout.num_kv_heads * layout.piece_bytes
         arrays = to_device([rows, logical, block_ids, dense_ids, self._tables.slots[rows]])
-        dense = self._state.pools[: layout.num_dense_layers]
-        sparse = self._state.pools[layout.num_dense_layers :]
         self._host_pools = transfers.save_newest(
-            self._host_pools, dense, sparse, self._state.resident, *arrays, kernels=self.spec.kernels
-        )
+            self._host_pools, self._state.pools, self._state.resident, *arrays, dense_layers=layout.dense_layers,
+            kernels=self.spec.kernels,
+        )  # fmt: skip
 
     def _forget(self, row: int, first_slot: int, *, history: bool) -> None:
         if not self._state.last_selected:
@@ -519,9 +519,7 @@ class ModelRunner:
 
     def _prefill_layer(self, call: OpenCall, layer: int) -> None:
         layout, state = self.layout, self._state
-        sparse = layer - layout.num_dense_layers
-        # One of each method; none of a dense layer.
-        places = range(sparse, len(state.digests), layout.num_sparse_layers) if sparse >= 0 else ()
+        places = digest_places(layout, layer, len(state.digests))
         digests = tuple(state.digests[place] for place in places)
         scales = state.scales[layer] if state.scales else None
         if layout.tiered and call.items:
@@ -559,6 +557,13 @@ class ModelRunner:
         self._host_pools = _replaced(self._host_pools, layer, saved)
         for request_id, count in call.saved_blocks():
             self._saved[request_id] += count * self.layout.num_kv_heads * self.layout.piece_bytes
+
+
+def digest_places(layout: KVLayout, layer: int, num_digests: int) -> range:
+    """Places in `KVState.digests` of a layer: one of each method; none of a dense layer."""
+    if layer in layout.dense_layers:
+        return range(0)
+    return range(layout.sparse_layers.index(layer), num_digests, layout.num_sparse_layers)
 
 
 def _replaced(items: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

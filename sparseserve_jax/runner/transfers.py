@@ -31,11 +31,10 @@ def load_layer(
     return kernels.load_blocks(device_pool, host_pool, slot_ids, block_ids)
 
 
-@functools.partial(jax.jit, static_argnames="kernels", donate_argnames="host_pools")
+@functools.partial(jax.jit, static_argnames=("dense_layers", "kernels"), donate_argnames="host_pools")
 def save_newest(
     host_pools: tuple[Array, ...],
-    dense_pools: tuple[Array, ...],
-    sparse_pools: tuple[Array, ...],
+    pools: tuple[Array, ...],
     resident: tuple[Array, ...],
     rows: Int[Array, "num_saved"],
     logical: Int[Array, "num_saved"],
@@ -43,20 +42,24 @@ def save_newest(
     dense_ids: Int[Array, "num_saved"],
     slot_tables: Int[Array, "num_saved max_slots"],
     *,
+    dense_layers: tuple[int, ...],
     kernels: Kernels,
 ) -> tuple[Array, ...]:
     """Writes block `logical` of each row through to the host, in every layer (decode: the block that just filled).
 
     Padding: null row, block ids 0.
+
+    Args:
+        resident: of the sparse layers, in order.
     """
-    out = []
+    out, tables = [], iter(resident)
     num_heads = host_pools[0].shape[1]
-    for host, pool in zip(host_pools, dense_pools, strict=False):
-        slots = jnp.broadcast_to(dense_ids[:, None], (len(rows), num_heads))
-        out.append(kernels.save_pieces(host, pool, slots, block_ids))
-    for host, pool, table in zip(host_pools[len(dense_pools) :], sparse_pools, resident, strict=True):
-        index = jnp.argmax(table[rows] == logical[:, None, None], axis=-1)  # [num_saved, heads]: resident by contract
-        slots = jnp.take_along_axis(slot_tables, index, axis=1)
+    for layer, (host, pool) in enumerate(zip(host_pools, pools, strict=True)):
+        if layer in dense_layers:
+            slots = jnp.broadcast_to(dense_ids[:, None], (len(rows), num_heads))
+        else:  # [num_saved, heads]; resident by contract
+            index = jnp.argmax(next(tables)[rows] == logical[:, None, None], axis=-1)
+            slots = jnp.take_along_axis(slot_tables, index, axis=1)
         out.append(kernels.save_pieces(host, pool, slots, block_ids))
     return tuple(out)
 

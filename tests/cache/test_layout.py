@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.api import get_kernels
-from sparseserve_jax.cache.layout import KVShape, plan_layout
+from sparseserve_jax.cache.layout import KVShape, choose_dense_layers, plan_layout
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.models.kv_state import allocate_kv_state
 
@@ -274,6 +274,22 @@ def test_without_a_sparse_layer_nothing_is_selected(kv_tiers, changes):
 def test_without_a_dense_layer_no_dense_blocks():
     layout = plan(make_config(kv_tiers="tiered", num_dense_layers=0, max_num_seqs=2))
     assert (layout.num_dense_blocks, layout.num_slots) == (0, 2 * 32)
+
+
+def test_which_layers_are_dense():
+    """Those that the config names or counts, else those that are known of the model, else the first two."""
+    shape = KVShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=128)
+    known = dataclasses.replace(shape, retrieval_layers=(2,))
+    assert choose_dense_layers(EngineConfig(), shape) == (0, 1)
+    assert choose_dense_layers(EngineConfig(), known) == (2,)
+    assert choose_dense_layers(EngineConfig(num_dense_layers=1), known) == (0,)
+    assert choose_dense_layers(EngineConfig(num_dense_layers=9), known) == (0, 1, 2, 3)
+    assert choose_dense_layers(EngineConfig(dense_layers=(3, 1)), known) == (1, 3)
+    assert choose_dense_layers(EngineConfig(dense_layers=()), known) == ()
+    with pytest.raises(ValueError, match="names layer 4, but the model has layers 0 to 3"):
+        choose_dense_layers(EngineConfig(dense_layers=(4,)), shape)
+    layout = plan(make_config(num_dense_layers=None, dense_layers=(1, 3)))
+    assert (layout.dense_layers, layout.sparse_layers) == ((1, 3), (0, 2))
 
 
 def test_digests_of_a_large_host_tier_are_part_of_the_device_error():

@@ -24,7 +24,9 @@ def make_layout(**changes) -> KVLayout:
         "num_staging_blocks": 32 if tiered else 0, "max_blocks_per_seq": 32, "min_grant_slots": 4,
         "max_grant_slots": 16, "device_bytes": 0, "host_bytes": 0,
     }  # fmt: skip
-    return KVLayout(**(settings | changes))
+    settings |= changes
+    settings["dense_layers"] = tuple(range(settings.pop("num_dense_layers")))
+    return KVLayout(**settings)
 
 
 def make_request(request_id: str, prompt: int = 100, new: int = 8, *, arrival_s: float = 0.0, priority: int = 0):
