@@ -17,6 +17,7 @@ SelectionMethod = Literal["cuboid-mean", "quest", "mean"]
 SelectionGranularity = Literal["kv_head", "query_head"]
 KVTiers = Literal["unified", "tiered"]
 PrefillMode = Literal["layer", "chunked"]
+DecodeGroups = Literal["all", "one"]
 BatchControl = Literal["working-set", "none"]
 Implementation = Literal["auto", "pallas", "cpu", "reference"]
 
@@ -79,6 +80,9 @@ class EngineConfig:
         working_set_margin: share of slots granted beyond the measured working set.
         max_grant_factor: a grant never exceeds this many times the selection (SPIN: hits saturate at 4-5).
         batch_control: "working-set" = Algorithm 1; "none" = admit first come, first served (the ablation).
+        decode_groups: "all" = a step decodes everybody, in a batch for each decode setting; "one" = those of one
+            setting until nobody is at it, then of the one that most are at: four times fuller batches where settings
+            follow one another (evaluation), and no fairness. "one" with kv_tiers "unified" only.
         deterministic: one decode batch shape and unpacked prefill, so that tokens do not depend on batch mates
             to the last bit.
         implementation: kernel implementation: "pallas" (GPU; on the CPU interpreted, for tests), "cpu" (native code),
@@ -115,6 +119,7 @@ class EngineConfig:
     working_set_margin: float = 0.1
     max_grant_factor: int = 4
     batch_control: BatchControl = "working-set"
+    decode_groups: DecodeGroups = "all"
     deterministic: bool = False
     implementation: Implementation = "auto"
     record_selection: bool = False
@@ -138,6 +143,7 @@ class EngineConfig:
         _one_of("selection_granularity", self.selection_granularity, ("kv_head", "query_head"))
         _one_of("kv_tiers", self.kv_tiers, ("unified", "tiered"))
         _one_of("prefill", self.prefill, ("layer", "chunked"))
+        _one_of("decode_groups", self.decode_groups, ("all", "one"))
         _one_of("batch_control", self.batch_control, ("working-set", "none"))
         _one_of("implementation", self.implementation, ("auto", "pallas", "cpu", "reference"))
         _at_least("num_sink_blocks", self.num_sink_blocks, 0)
@@ -187,6 +193,11 @@ class EngineConfig:
             raise ValueError(
                 f"kv_dtype={self.kv_dtype!r} needs kv_tiers='unified': scales do not move between tiers; use it, or "
                 "kv_dtype=None"
+            )
+        if self.decode_groups == "one" and self.kv_tiers != "unified":
+            raise ValueError(
+                "decode_groups='one' needs kv_tiers='unified': device room is planned for all who decode; use it, "
+                "or decode_groups='all'"
             )
         if self.kv_tiers == "unified" and self.host_kv_bytes is not None:
             raise ValueError("host_kv_bytes needs kv_tiers='tiered'; the unified mode has one pool (device_kv_bytes)")

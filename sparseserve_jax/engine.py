@@ -642,6 +642,7 @@ class PreparedRequest:
                 request_id=child,
                 arrival_s=arrival_s,
                 priority=self.request.priority,
+                setting=continuation.setting,
                 num_prompt_tokens=len(self.token_ids) + num_generated,
                 max_new_tokens=continuation.sampling.max_tokens - num_generated,
                 successor=first,

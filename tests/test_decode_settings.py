@@ -64,6 +64,48 @@ def test_each_setting_is_that_of_an_engine_of_its_own(model, engine):
     assert all(one != other for i, one in enumerate(answers) for other in answers[:i]), "a setting has no effect"
 
 
+def test_one_group_decodes_and_the_others_wait(model, engine):
+    """The same answers in fewer and fuller batches, whoever comes meanwhile."""
+    settings = [("default", None), *EXTRA]
+    requests = [
+        Request(
+            prompt=random_prompt(n, n),
+            variants=tuple(
+                Variant(
+                    sampling=dataclasses.replace(SAMPLING, max_tokens=2 + (n + 5 * place) % 13),
+                    sparse_budget_tokens=budget, selection=selection,
+                )
+                for place, (budget, selection) in enumerate(settings)
+            ),
+        )
+        for n in (*LENGTHS, 222, 90, 401, 260, 77, 350)
+    ]  # fmt: skip
+    config = dataclasses.replace(engine.config, decode_groups="one")
+    grouped = Engine(model, config)
+    assert_same(grouped.generate(requests), engine.generate(requests))
+
+    def batches(which: Engine) -> list[int]:
+        sizes, decode = [], which.runner._decode
+
+        def counted(sequences):
+            decoded = decode(sequences)
+            sizes.extend(len(members) for members, _ in decoded)
+            return decoded
+
+        which.runner._decode = counted  # type: ignore[method-assign]
+        which.generate(requests)
+        which.runner._decode = decode  # type: ignore[method-assign]
+        return sizes
+
+    few, many = batches(grouped), batches(engine)
+    assert sum(few) == sum(many) and len(few) < 0.8 * len(many), (len(few), len(many))
+
+
+def test_groups_need_one_pool():
+    with pytest.raises(ValueError, match="decode_groups='one' needs kv_tiers='unified'"):
+        EngineConfig(decode_groups="one", kv_tiers="tiered")
+
+
 @pytest.mark.slow
 def test_tiered(model):
     """Less than one engine's room for all, so that requests of every setting park and resume."""

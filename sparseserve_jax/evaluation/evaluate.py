@@ -52,8 +52,9 @@ def evaluate(
 def engine_config(config: EngineConfig, group: Sequence[Setting]) -> EngineConfig:
     """The config of an engine that serves all settings of a group, each as by an engine of its own.
 
-    Its own budget, up to which sparse prefill stays dense, is the group's largest. It is deterministic: an answer does
-    not depend on what else is evaluated, so a resumed run gives the same.
+    Decode steps keep to one setting, so that batches stay full. The engine's own budget, up to which sparse prefill
+    stays dense, is the group's largest. It is deterministic: an answer does not depend on what else is evaluated, so a
+    resumed run gives the same.
     """
     pairs: list[tuple[int | None, SelectionMethod]] = [(s.budget_tokens, s.method or config.selection) for s in group]
     budget, method = max(pairs, key=lambda pair: pair[0] or 0)
@@ -61,6 +62,7 @@ def engine_config(config: EngineConfig, group: Sequence[Setting]) -> EngineConfi
     return dataclasses.replace(
         config, sparse_budget_tokens=budget, selection=method, extra_decode_settings=tuple(extra),
         prefill_sparsity=group[0].prefill_sparsity, kv_dtype=group[0].kv_dtype, deterministic=True,
+        decode_groups="one" if config.kv_tiers == "unified" else "all",
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from sparseserve_jax.config import DecodeSetting
+
 
 class RequestState(enum.Enum):
     """Where a request stands. `PARKED` and `RUNNING` both mean: prefill complete, decoding."""
@@ -30,6 +32,7 @@ class SchedulerRequest:
         arrival_s: on the clock that `schedule` is called with.
         priority: lower is served first.
         max_new_tokens: it ends after this many at the latest.
+        setting: how it decodes; requests of one setting share a batch. None = that of the engine.
         successor: takes over prompt, row and blocks when this one has ended, unless it is aborted. Of the same prompt
             and priority; it is not added itself.
         state: see `RequestState`.
@@ -46,6 +49,7 @@ class SchedulerRequest:
     num_prompt_tokens: int
     max_new_tokens: int
     priority: int = 0
+    setting: DecodeSetting | None = None
     successor: SchedulerRequest | None = None
     state: RequestState = dataclasses.field(default=RequestState.WAITING, init=False)
     arrival_idx: int = dataclasses.field(default=-1, init=False)

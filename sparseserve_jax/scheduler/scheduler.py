@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
 
 from sparseserve_jax.cache.block_pool import BlockPool
 from sparseserve_jax.cache.layout import KVLayout
-from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.config import DecodeSetting, EngineConfig
 from sparseserve_jax.plan import Admission, Grant, Restart, StepPlan, StepResult
 from sparseserve_jax.scheduler.batch_control import Candidate, admit_without_control, admit_working_sets
 from sparseserve_jax.scheduler.device_room import DeviceRoom
@@ -44,6 +45,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
         _check_layout(layout)
         self._layout = layout
+        self._one_group = config.decode_groups == "one"
+        self._group: DecodeSetting | None = None  # that decoded last
         self._admit_batch = admit_working_sets if config.batch_control == "working-set" else admit_without_control
         self._rows = BlockPool(layout.max_num_seqs, "rows")
         self._blocks = BlockPool(layout.num_blocks, "host blocks" if layout.tiered else "blocks")
@@ -236,8 +239,9 @@ class Scheduler:
         return tuple(admissions)
 
     def _schedule_decode(self) -> _DecodeBatch:
-        """Everybody, or with tiers those whose working sets fit the device together."""
-        ready = [r.request_id for r in self._admitted if r.is_decoding]
+        """Everybody (of one group), or with tiers those whose working sets fit the device together."""
+        decoding = [r for r in self._admitted if r.is_decoding]
+        ready = [r.request_id for r in (self._choose_group(decoding) if self._one_group else decoding)]
         if not ready or not self._layout.tiered:
             return _DecodeBatch(decode=tuple(ready))
         shares = self._admit_batch(
@@ -255,6 +259,18 @@ class Scheduler:
         for request_id in batch:
             self._live[request_id].state = RequestState.RUNNING
         return _DecodeBatch(decode=tuple(batch), parks=tuple(parks), grants=tuple(grants))
+
+    def _choose_group(self, requests: Sequence[SchedulerRequest]) -> list[SchedulerRequest]:
+        """Those of the setting that decoded last; if there are none, of the one that most have.
+
+        Going over to a larger group at once would leave stragglers, which decode alone in the end.
+        """
+        groups: dict[DecodeSetting | None, list[SchedulerRequest]] = {}
+        for request in requests:
+            groups.setdefault(request.setting, []).append(request)
+        if groups and self._group not in groups:
+            self._group = max(groups, key=lambda setting: len(groups[setting]))
+        return groups.get(self._group, [])
 
     def _candidate(self, request: SchedulerRequest) -> Candidate:
         context_blocks = self._layout.blocks_for(request.context_tokens)
