@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -42,6 +40,7 @@ from torch_oracle import Agreement, Selection, SparseLlama, block_lists, compare
 from sparseserve_jax import Engine, EngineConfig, Request, RequestOutput, SamplingParams
 from sparseserve_jax.checkpoint.convert import convert
 from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.provenance import installed_version, provenance
 
 PARTS = ("dense", "sparse", "speed")
 TIE_NATS = 1e-4
@@ -229,9 +228,7 @@ def _measure(worker: WorkerProcess, prompt: list[int], repeats: int) -> dict[str
 def environment(threads: int) -> dict[str, Any]:
     """Versions and machine."""
     names = ("jax", "jaxlib", "torch", "transformers", "numpy")
-    return {"python": platform.python_version(), "machine": platform.machine(), "threads": threads} | {
-        name: version(name) for name in names
-    }
+    return provenance() | {"threads": threads} | {name: installed_version(name) for name in names}
 
 
 def show(content: dict[str, Any]) -> None:

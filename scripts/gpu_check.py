@@ -11,7 +11,6 @@ served with its KV in two tiers. A part that the time budget leaves no room for 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from pallas_kernels.api import Kernels, get_kernels
 from sparseserve_jax.checkpoint.open import open_checkpoint
 from sparseserve_jax.config import EngineConfig
 from sparseserve_jax.engine import Engine
+from sparseserve_jax.provenance import provenance
 from sparseserve_jax.request import Request, SamplingParams
 from sparseserve_jax.text.tokenizer import Tokenizer
 
@@ -132,12 +132,8 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 
 def environment(device: jax.Device) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {
-        "commit": commit or None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    return provenance() | {
         "jax": jax.__version__,
-        "python": sys.version.split()[0],
         "platform": device.platform,
         "device": device.device_kind,
         "compute_capability": getattr(device, "compute_capability", None),

@@ -231,8 +231,18 @@ def test_info_of_the_embedded_model() -> None:
     assert facts["model"].startswith("SmolLM2-135M-Instruct")
     assert facts["layout"]["max_model_len"] == 512
     assert facts["layout"]["dense_layers"] == [7, 18], "those that retrieve"
-    assert "dense layers: 7, 18 of 30" in facts["attention"]
     assert facts["device_kv_bytes"] == facts["layout"]["device_bytes"]
+
+
+@pytest.mark.parametrize("text, layers", [("7,18", (7, 18)), (" 18, 7,", (7, 18)), ("", ())])
+def test_layers_as_text(text, layers) -> None:
+    assert EngineConfig(dense_layers=cli._parse("dense_layers", text)).dense_layers == layers
+
+
+@pytest.mark.parametrize("text", ["7,x", "1.5", "7 18", "7;18"])
+def test_layers_that_are_none(text) -> None:
+    result = run("info", "--dense-layers", text)
+    assert result.exit_code == 2 and f"--dense-layers: '{text}' is not a list of layers such as 7,18" in result.stderr
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

@@ -143,7 +143,9 @@ def test_dense_layers_anywhere(model, requests):
     """The first and the last layer sparse, one in the middle dense; requests are parked and come back."""
     config = dataclasses.replace(BASE, num_dense_layers=None, dense_layers=(2,))
     few = requests[:8]
-    expected = run(Engine(model, config), few)
+    engine = Engine(model, config)
+    assert any("; dense layers: 2 of 4" in line for line in engine.info.lines())
+    expected = run(engine, few)
     got = run(Engine(model, dataclasses.replace(config, kv_tiers="tiered", device_kv_bytes=TIGHT_BYTES)), few)
     assert got.num_loads > 0 and got.num_parks > 0
     assert_same(got, expected)

@@ -19,7 +19,7 @@ from sparseserve_jax.evaluation.settings import parse_settings
 
 SETTING_FIELDS = (
     "sparse_budget_tokens", "selection", "extra_decode_settings", "prefill_sparsity", "kv_dtype", "deterministic",
-    "record_selection",
+    "record_selection", "record_timeline", "decode_groups",
 )  # fmt: skip
 """Fields of `EngineConfig` that these commands choose themselves."""
 
