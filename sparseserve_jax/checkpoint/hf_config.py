@@ -16,7 +16,8 @@ def parse_config(raw: Mapping[str, Any], *, name: str, where: object) -> ModelCo
     """The config of a Llama model, or of a Mistral model without a sliding window, which is the same.
 
     RoPE is read from `rope_theta` and `rope_scaling` or, as transformers 5 writes it, from `rope_parameters`.
-    Missing optional entries have the defaults of transformers' LlamaConfig.
+    Missing optional entries have the defaults of transformers' LlamaConfig. `retrieval_layers` is an entry of ours: the
+    layers that stay dense unless the engine is told others (docs/accuracy.md).
 
     Raises:
         ValueError: another architecture, a feature that is not supported, a missing or impossible number.
@@ -63,6 +64,7 @@ def parse_config(raw: Mapping[str, Any], *, name: str, where: object) -> ModelCo
             mlp_bias=_flag(raw, "mlp_bias"),
             bos_token_id=(token_ids(raw.get("bos_token_id"), "bos_token_id") or (None,))[0],
             eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+            retrieval_layers=_layers(raw.get("retrieval_layers"), number("num_hidden_layers")),
         )
         rope_frequencies(config)
     except ValueError as error:
@@ -72,6 +74,7 @@ def parse_config(raw: Mapping[str, Any], *, name: str, where: object) -> ModelCo
 
 def config_to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The content of a `config.json` that every version of transformers and `parse_config` read."""
+    ours = {"retrieval_layers": list(config.retrieval_layers)} if config.retrieval_layers else {}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -93,6 +96,7 @@ def config_to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": one_or_list(config.eos_token_ids),
         "torch_dtype": dtype,
+        **ours,
     }
 
 
@@ -149,6 +153,15 @@ def _rope_items(rope: Mapping[str, object]) -> tuple[tuple[str, object], ...] | 
         if not isinstance(value, (bool, int, float, str)):
             raise ValueError(f"rope scaling {key}={value!r} is not supported; it must be a number, text or boolean")
     return tuple(sorted(rope.items()))
+
+
+def _layers(value: object, num_layers: int) -> tuple[int, ...]:
+    listed = () if value is None else value
+    if not isinstance(listed, (list, tuple)) or not all(
+        isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < num_layers for layer in listed
+    ):
+        raise ValueError(f"retrieval_layers={value!r} must be a list of layers from 0 to {num_layers - 1}")
+    return tuple(sorted(set(listed)))
 
 
 def _positive(value: object, key: str) -> float:

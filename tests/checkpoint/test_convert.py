@@ -23,7 +23,7 @@ TEXTS = ["the theory 123", "<s>x</s> two words 語é", "👨‍👩‍👧‍�
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_round_trip(tmp_path: Path, format, dtype) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    path = write_checkpoint(tmp_path / "in" / "tiny", rope_scaling=yarn, attention_bias=True)
+    path = write_checkpoint(tmp_path / "in" / "tiny", rope_scaling=yarn, attention_bias=True, retrieval_layers=[1])
     write_json(path / "generation_config.json", {"eos_token_id": [3, 260]})
     source = open_checkpoint(path)
     written = convert(source, tmp_path / "out" / "tiny", format=format, dtype=dtype)

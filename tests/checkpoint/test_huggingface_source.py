@@ -113,6 +113,11 @@ def test_biases_and_derived_tables(tmp_path: Path) -> None:
     assert not any("inv_freq" in name for name in open_checkpoint(tmp_path).tensor_names())
 
 
+def test_retrieval_layers(tmp_path: Path) -> None:
+    assert open_checkpoint(write_checkpoint(tmp_path / "m", retrieval_layers=[1, 0])).config.retrieval_layers == (0, 1)
+    assert open_checkpoint(write_checkpoint(tmp_path / "m")).config.retrieval_layers == ()
+
+
 def test_mistral_without_a_window(tmp_path: Path) -> None:
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     assert open_checkpoint(write_checkpoint(tmp_path, **mistral, sliding_window=None)).config.num_layers == 2
@@ -134,6 +139,9 @@ def test_mistral_without_a_window(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ({"eos_token_id": -1}, "eos_token_id=-1"),
+        ({"retrieval_layers": [2]}, "retrieval_layers=.* from 0 to 1"),
+        ({"retrieval_layers": [1.0]}, "retrieval_layers"),
+        ({"retrieval_layers": 1}, "retrieval_layers"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
     ],
 )
