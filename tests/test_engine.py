@@ -63,6 +63,10 @@ SPARSE_PREFILL = dataclasses.replace(UNIFIED, prefill_sparsity=0.9)
     [
         pytest.param(UNIFIED, id="unified"), pytest.param(TIERED, id="tiered"),
         pytest.param(SPARSE_PREFILL, id="sparse prefill", marks=pytest.mark.slow),
+        pytest.param(
+            dataclasses.replace(SPARSE_PREFILL, sparse_budget_tokens=None), id="sparse prefill, dense decode",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_nothing_compiles_after_warm_up(model, engine, compilations, config):

@@ -203,7 +203,12 @@ class ModelRunner:
                 rows = np.full(num_seqs, self._tables.padding_row, np.int32)
                 self._warm_up_sampler(self._run_decode(setting, padding - 1, rows, width).logits)
         ends = (0,) if self.spec.prefill_sparsity is None else (0, self.layout.max_model_len)
-        layers = [*self.layout.dense_layers[:1], *self.layout.sparse_layers[:1]]
+        # One layer of each kind: dense or not, in decode and in prefill.
+        kinds = {
+            (layer in self.layout.dense_layers, layer in self.spec.prefill_dense_layers): layer
+            for layer in range(self.layout.num_layers)
+        }
+        layers = tuple(kinds.values())
         for num_tokens, single in itertools.product(self._token_buckets, (True, False)):
             yield f"prefill {num_tokens} tokens{'' if single else ', packed'}"
             call = self._open_call((), min_tokens=num_tokens)
