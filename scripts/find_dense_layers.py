@@ -4,7 +4,8 @@ Few heads copy text from afar. If the budget hides the one block that such a hea
 most other layers may read whatever they like. This measures each layer's part in the loss, then that of each KV head of
 the worst layers, and what is left when the worst layers are dense: the value for `EngineConfig.dense_layers`.
 
-By PyTorch in float32 (`torch_oracle.SparseLlama` and its digests), all tokens of an answer at once: for each of them
+Prompts are those of `sparseserve eval longbench`, in the model's chat template where that puts them into it. By PyTorch
+in float32 (`torch_oracle.SparseLlama` and its digests), all tokens of an answer at once: for each of them
 the blocks are selected as in a decode step. Needs the extra `baseline`.
 
     python scripts/find_dense_layers.py --data LONGBENCH_DIR [--budget-tokens 2048] [--json FILE]
@@ -27,12 +28,12 @@ import typer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.serving_quality import answered_prompts
 from scripts.torch_oracle import Selection, SparseLlama, digest
 from sparseserve_jax.checkpoint.convert import convert
 from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.evaluation.longbench import load_longbench
+from sparseserve_jax.evaluation.prompts import PromptEncoder
 from sparseserve_jax.provenance import provenance
-from sparseserve_jax.text.tokenizer import Tokenizer
 
 TASKS = "qasper,multifieldqa_en,hotpotqa,2wikimqa,musique,gov_report,qmsum,trec,repobench-p"
 CHUNK = 256
@@ -148,16 +149,17 @@ def main(
     method: str = typer.Option("cuboid-mean", help="Digest."),
     max_prompt_tokens: int = typer.Option(7500, help="Longer prompts lose their middle."),
     answer_tokens: int = typer.Option(40, min=1, help="Of each reference answer."),
-    num_worst: int = typer.Option(2, min=1, help="Layers to look at by head, and to leave dense in the end."),
+    num_worst: int = typer.Option(3, min=1, help="Layers to look at by head, and to leave dense in the end."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures."),
 ) -> None:
     source = open_checkpoint(model)
-    tokenizer = Tokenizer(
-        source.tokenizer_json, bos_token_id=source.config.bos_token_id, eos_token_ids=source.config.eos_token_ids,
-        vocab_size=source.config.vocab_size,
+    encoder = PromptEncoder(model)
+    found = encoder.prepare(
+        load_longbench(data, tasks.split(","), rows).examples, max_prompt_tokens=max_prompt_tokens,
+        max_model_len=encoder.max_model_len,
     )  # fmt: skip
-    found = answered_prompts(data, tasks.split(","), rows, tokenizer, max_prompt_tokens)
-    prompts = [(p.prompt, p.answer[:answer_tokens]) for p in found if len(p.prompt) > budget_tokens]
+    long = [item for item in found if len(item.token_ids) > budget_tokens and item.reference]
+    prompts = [(item.token_ids, item.reference[:answer_tokens]) for item in long]
     if not prompts:
         raise SystemExit(
             f"no prompt of {tasks} is longer than the budget of {budget_tokens} tokens; choose other tasks"

