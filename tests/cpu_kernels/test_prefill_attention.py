@@ -178,5 +178,6 @@ def test_what_is_not_supported_is_refused():
     with pytest.raises(NotImplementedError, match=r"pools of float16 with head_dim 32; supported: uint16"):
         case.run(ENGINES[0], "float16")
     past = dataclasses.replace(case, prompts=[(0, 0, 32, 10)])
-    with pytest.raises(ValueError, match="tile past its block table"):
+    # Which of the two depends on whether the call has ended before its result is asked for.
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="tile past its block table"):
         past.run(ENGINES[0], "float32")

@@ -66,4 +66,4 @@ def test_how_the_prompt_is_cut_does_not_show(model, requests):
 
 def test_it_is_printed(model):
     lines = Engine(model, dataclasses.replace(BASE, prefill_sparsity=0.9)).info.lines()
-    assert any("attention to 0.9 of its estimated mass, dense in 1 layers and up to 128 tokens" in x for x in lines)
+    assert any("attention to 0.9 of its estimated mass, dense in layers 0 and up to 128 tokens" in x for x in lines)
