@@ -13,13 +13,13 @@ the blocks are selected as in a decode step. Needs the extra `baseline`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Answerer(SparseLlama):
         return chosen.repeat_interleave(size, dim=-1)[:, : len(keys)]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Losses:
     """Of all prompts: dense, and with some heads sparse."""
 
@@ -144,6 +144,7 @@ def main(
     tasks: str = typer.Option(TASKS, help="By comma."),
     rows: int = typer.Option(2, min=1, help="Of each task."),
     model: str | None = typer.Option(None, help="A checkpoint; none = the embedded SmolLM2-135M-Instruct."),
+    chat: bool = typer.Option(True, help="Put prompts into the model's chat template, where LongBench does."),
     budget_tokens: int = typer.Option(2048, help="Tokens that a sparse layer attends to."),
     block_size: int = typer.Option(32, help="Tokens of a block."),
     method: str = typer.Option("cuboid-mean", help="Digest."),
@@ -154,10 +155,10 @@ def main(
 ) -> None:
     source = open_checkpoint(model)
     encoder = PromptEncoder(model)
-    found = encoder.prepare(
-        load_longbench(data, tasks.split(","), rows).examples, max_prompt_tokens=max_prompt_tokens,
-        max_model_len=encoder.max_model_len,
-    )  # fmt: skip
+    examples = load_longbench(data, tasks.split(","), rows).examples
+    if not chat:
+        examples = [dataclasses.replace(e, task=dataclasses.replace(e.task, chat=False)) for e in examples]
+    found = encoder.prepare(examples, max_prompt_tokens=max_prompt_tokens, max_model_len=encoder.max_model_len)
     long = [item for item in found if len(item.token_ids) > budget_tokens and item.reference]
     prompts = [(item.token_ids, item.reference[:answer_tokens]) for item in long]
     if not prompts:
@@ -181,7 +182,7 @@ def main(
         }
         rest = measure(answerer, prompts, {**heads, **together})
     figures: dict[str, Any] = {
-        "environment": provenance(), "tasks": tasks, "rows": rows, "prompts": len(prompts),
+        "environment": provenance(), "tasks": tasks, "rows": rows, "prompts": len(prompts), "chat": chat,
         "answer_tokens": answer_tokens, "budget_tokens": budget_tokens, "block_size": block_size, "method": method,
         "dense_layers": sorted(worst),
     }  # fmt: skip
