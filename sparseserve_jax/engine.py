@@ -132,7 +132,7 @@ class Engine:
         self._ended: list[RequestOutput] = []  # to be reported by the next step: aborted, or passed over by a stream
         self._num_requests = 0
         self._running: RunningStep | None = None  # dispatched, not looked at yet
-        self._running_since_s = self._last_back_s = 0.0
+        self._running_since_s = 0.0
         self._timeline = Timeline() if config.record_timeline else None
         self._failure: BaseException | None = None
         self._live: dict[str, _Live] = {}  # by continuation
@@ -486,10 +486,9 @@ class Engine:
         now = self._clock()
         if self._timeline is not None:
             self._timeline.note_step(
-                plan, start_s=max(since_s, self._last_back_s), end_s=now, loaded=result.bytes_loaded,
-                saved=result.bytes_saved, arrivals_s={c: p.arrival_s for c, p in self._processors.items()},
+                plan, start_s=since_s, end_s=now, loaded=result.bytes_loaded, saved=result.bytes_saved,
+                arrivals_s={c: p.arrival_s for c, p in self._processors.items()},
             )  # fmt: skip
-        self._last_back_s = now
         for child in plan.parks:
             if child in self._processors:
                 self._processors[child].metrics.num_parks += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -40,6 +41,7 @@ class Timeline:
     def __init__(self) -> None:
         self._intervals: dict[str, list[Interval]] = {}
         self._open: dict[tuple[str, IntervalKind], Interval] = {}  # of the step before
+        self._last_end_s = -math.inf
 
     def note_step(
         self, plan: StepPlan, *, start_s: float, end_s: float, loaded: Mapping[str, int], saved: Mapping[str, int],
@@ -48,9 +50,12 @@ class Timeline:
         """Takes in a step that came back; all times on one clock.
 
         Args:
+            start_s / end_s: when it was handed to the device, and when it came back.
             loaded / saved: bytes by id.
             arrivals_s: by id, of those that live; nothing is noted of others.
         """
+
+        start_s, self._last_end_s = max(start_s, self._last_end_s), end_s
 
         def add(request_id: str, kind: IntervalKind, amount: int, layers: tuple[int, int] | None = None) -> Interval:
             arrival_s = arrivals_s[request_id]

@@ -146,10 +146,13 @@ class _Sizes:
     layer_block_bytes: int
     layer_digest_bytes: int
     dense_layers: tuple[int, ...]
-    num_dense_layers: int
     num_sparse_layers: int
     selection_blocks: int
     max_blocks: int
+
+    @property
+    def num_dense_layers(self) -> int:
+        return len(self.dense_layers)
 
 
 def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
@@ -159,7 +162,7 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
     budget = config.sparse_budget_blocks
     chosen = choose_dense_layers(config, shape)
     dense_layers = tuple(range(shape.num_layers)) if budget is None else chosen
-    dense = len(dense_layers)
+    num_sparse_layers = shape.num_layers - len(dense_layers)
     group = shape.num_q_heads // shape.num_kv_heads if config.selection_granularity == "query_head" else 1
     return _Sizes(
         piece_bytes=piece_bytes,
@@ -170,9 +173,8 @@ def _sizes(config: EngineConfig, shape: KVShape, max_model_len: int) -> _Sizes:
         * shape.head_dim
         * DTYPE_BYTES[config.dtype],
         dense_layers=dense_layers,
-        num_dense_layers=dense,
-        num_sparse_layers=shape.num_layers - dense,
-        selection_blocks=0 if budget is None or dense == shape.num_layers else min(budget * group, max_blocks),
+        num_sparse_layers=num_sparse_layers,
+        selection_blocks=0 if budget is None or not num_sparse_layers else min(budget * group, max_blocks),
         max_blocks=max_blocks,
     )
 

@@ -524,7 +524,7 @@ class ModelRunner:
 
     def _prefill_layer(self, call: OpenCall, layer: int) -> None:
         layout, state = self.layout, self._state
-        places = digest_places(layout, layer, len(state.digests))
+        places = _digest_places(layout, layer, len(state.digests))
         digests = tuple(state.digests[place] for place in places)
         scales = state.scales[layer] if state.scales else None
         if layout.tiered and call.items:
@@ -564,7 +564,7 @@ class ModelRunner:
             self._saved[request_id] += count * self.layout.num_kv_heads * self.layout.piece_bytes
 
 
-def digest_places(layout: KVLayout, layer: int, num_digests: int) -> range:
+def _digest_places(layout: KVLayout, layer: int, num_digests: int) -> range:
     """Places in `KVState.digests` of a layer: one of each method; none of a dense layer."""
     if layer in layout.dense_layers:
         return range(0)
