@@ -12,7 +12,7 @@ block_size tokens further. The block ids of a step are loaded one step ahead and
 that needs them, the compiler would spend one stage of its pipeline on them, and K and V would no longer arrive during
 the products of the step before.
 
-`tile_mask` (sparse prefill; XAttention, arXiv 2503.16428, finds such tiles) says which key tiles of PREFILL_TILE tokens
+`tile_mask` (sparse prefill; `select_key_tiles` finds such tiles) says which key tiles of PREFILL_TILE tokens
 to keep. The steps kept are the bits of 32 words, one in each lane of a warp, and the loop pops the lowest of them: it
 runs once for each step kept, and stays a counted loop, the only kind the compiler pipelines. Nothing else is loaded.
 

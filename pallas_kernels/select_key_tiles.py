@@ -1,14 +1,11 @@
-"""Which key tiles a prompt needs, in plain XLA: block selection of sparse prefill by XAttention (arXiv 2503.16428).
+"""Which key tiles a prompt needs, in plain XLA: block selection of sparse prefill by sampled queries.
 
-The attention of a tile of queries to a tile of keys is estimated from sums along antidiagonals of the score matrix,
-which cross every vertical and every slanted line of it. With queries and keys in groups of STRIDE consecutive tokens,
-the sum over the antidiagonal of one group by another is one product of vectors `STRIDE * head_dim` long, the queries of
-a group in reversed order:
+Of every STRIDE consecutive queries the last one stands for all: its attention to the whole prompt is computed as it is.
+The mean over the sampled queries of a tile, summed over the keys of a tile, is that key tile's share. For every query
+head and tile of queries the largest shares are kept until they reach `threshold` of the whole.
 
-    s[g, h] = sum_i q[STRIDE g + STRIDE - 1 - i] . k[STRIDE h + i]
-
-A softmax over key groups makes weights of them; summed over a tile, that is the tile's share. For every query head and
-tile of queries the largest shares are kept until they reach `threshold` of the whole.
+XAttention (arXiv 2503.16428) selects tiles in the same way from sums along antidiagonals of the score matrix. They cost
+more and tell less: sums of 8 scores are much flatter than the scores (docs/performance.md, sparse prefill quality).
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.reference import NEG_INF, PREFILL_TILE, gather_halves
 
-STRIDE = 8
-"""Tokens of a group; the estimate costs 1 / STRIDE of the scores. The paper takes 8 or 16."""
-_GROUPS = PREFILL_TILE // STRIDE
+STRIDE = 16
+"""Queries that one stands for; the estimate costs 1 / STRIDE of the scores."""
+_SAMPLES = PREFILL_TILE // STRIDE
 
 
 def select_key_tiles(
@@ -42,7 +39,6 @@ def select_key_tiles(
     The first key tile (attention sinks) and those that hold the queries' own tokens are always kept.
 
     Args:
-        tile_start: multiples of STRIDE.
         threshold: share of the estimated attention to keep, in (0, 1]; 1 keeps all that is causal.
         dense_tokens: a tile whose queries see no more tokens than this keeps all that is causal.
         kv_scales: of an int8 pool, whose keys are multiplied as bfloat16.
@@ -85,7 +81,6 @@ def _tile_shares(
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = pool.shape[1]
     group = num_q_heads // num_kv_heads
-    width = STRIDE * head_dim
     every_head = (block_tables.shape[0], num_kv_heads, block_tables.shape[1])
     keys = gather_halves(pool, jnp.broadcast_to(block_tables[:, None], every_head), 0)
     if kv_scales is not None:
@@ -96,31 +91,31 @@ def _tile_shares(
     tile_end = jnp.where(tile_tokens > 0, tile_start + tile_tokens, 0)
     ends = jnp.zeros(every_head[0], tile_end.dtype).at[tile_prompt].max(tile_end)
     keys = jnp.where((jnp.arange(keys.shape[2]) < ends[:, None])[:, None, :, None], keys, 0)
-    keys = jax.lax.optimization_barrier(keys.reshape(*every_head[:2], -1, width))  # made once, not for every tile
-    tiles = jnp.where(
-        (jnp.arange(PREFILL_TILE) < tile_tokens[:, None])[:, :, None, None],
-        q.reshape(-1, PREFILL_TILE, num_q_heads, head_dim),
-        0,
-    )
-    tiles = tiles.astype(keys.dtype).reshape(-1, _GROUPS, STRIDE, num_kv_heads, group, head_dim)[:, :, ::-1]
-    tiles = tiles.transpose(0, 3, 4, 1, 2, 5).reshape(-1, num_kv_heads, group * _GROUPS, width)
+    keys = jax.lax.optimization_barrier(keys)  # made once, not for every tile
+    sample = jnp.arange(_SAMPLES)
+    token = jnp.clip((sample + 1) * STRIDE, max=tile_tokens[:, None]) - 1  # [num_tiles, samples], of the tile
+    exists = sample * STRIDE < tile_tokens[:, None]
+    tiles = q.reshape(-1, PREFILL_TILE, num_q_heads, head_dim)
+    queries = jnp.take_along_axis(tiles, jnp.maximum(token, 0)[:, :, None, None], axis=1)
+    queries = jnp.where(exists[:, :, None, None], queries, 0).astype(keys.dtype)
+    queries = queries.reshape(-1, _SAMPLES, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(-1, num_kv_heads, group * _SAMPLES, head_dim)
 
     def one_tile(args: tuple[Array, ...]) -> Array:
-        tile, prompt, start, count = args
+        of_tile, prompt, positions, exists = args
         k = jax.lax.dynamic_index_in_dim(keys, prompt, keepdims=False)
-        scores = jax.lax.dot_general(tile, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-        scores = scores.reshape(num_q_heads, _GROUPS, -1)
-        row = jnp.arange(_GROUPS)[:, None]
-        seen = jnp.arange(scores.shape[2])[None, :] <= start // STRIDE + row
+        scores = jax.lax.dot_general(of_tile, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        scores = scores.reshape(num_q_heads, _SAMPLES, -1)
+        seen = jnp.arange(scores.shape[2]) <= positions[:, None]
         scores = jnp.where(seen, scores, NEG_INF)
-        weights = jnp.exp((scores - scores.max(axis=-1, keepdims=True)) * (scale / STRIDE))
-        sums = weights.reshape(num_q_heads, _GROUPS, num_key_tiles, _GROUPS).sum(axis=-1)
+        weights = jnp.exp((scores - scores.max(axis=-1, keepdims=True)) * scale)
+        sums = weights.reshape(num_q_heads, _SAMPLES, num_key_tiles, PREFILL_TILE).sum(axis=-1)
         sums = sums / sums.sum(axis=-1, keepdims=True)
-        return jnp.where(row * STRIDE < count, sums, 0.0).sum(axis=1) / jnp.maximum(1, -(-count // STRIDE))
+        return jnp.where(exists[:, None], sums, 0.0).sum(axis=1) / jnp.maximum(1, exists.sum())
 
-    shares = jax.lax.map(one_tile, (tiles, tile_prompt, tile_start, tile_tokens))
+    shares = jax.lax.map(one_tile, (queries, tile_prompt, tile_start[:, None] + token, exists))
     first = jnp.arange(num_key_tiles)[None, :] * PREFILL_TILE
     causal = first < (tile_start + tile_tokens)[:, None]
-    exists = (tile_tokens > 0)[:, None]
+    some = (tile_tokens > 0)[:, None]
     own = causal & (first + PREFILL_TILE > tile_start[:, None])
-    return shares, (causal & exists)[:, None], ((own | (first == 0)) & exists)[:, None]
+    return shares, (causal & some)[:, None], ((own | (first == 0)) & some)[:, None]

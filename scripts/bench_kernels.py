@@ -1,7 +1,9 @@
-"""How near the kernels of this machine are to its limits: bf16 products and streaming reads, both measured first.
+"""How near kernels, and a whole dense prefill, come to the limits of this machine: bf16 products and streaming reads.
 
-A kernel's limit is the larger of its products at the peak rate and its bytes at the read rate. What is read from memory
-when serving (weights, pools) is read from memory here: as many arrays as the model has layers take turns.
+A limit is the larger of the products at the peak rate and the bytes at the read rate. Both rates are measured in turn
+with what they limit, since those of shared machines change within minutes: a share is that of neighbours. What is read
+from memory when serving (weights, pools) is read from memory here, too: as many arrays as the model has layers take
+turns, and measuring the read rate empties the caches.
 
     python scripts/bench_kernels.py --json bench_kernels.json --compare-reference
 """
@@ -17,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,97 +27,136 @@ import numpy as np
 import rich.console
 import rich.table
 import typer
+from peers.limits import prefill_operations
 
 from pallas_kernels.api import Kernels, get_kernels
 from pallas_kernels.linear import quantize_rows
 from pallas_kernels.reference import PREFILL_TILE
 from pallas_kernels.storage import storage_dtype
 from sparseserve_jax.checkpoint.open import open_checkpoint
+from sparseserve_jax.config import EngineConfig
+from sparseserve_jax.engine import Engine
 from sparseserve_jax.models.config import ModelConfig
+from sparseserve_jax.request import Request, SamplingParams
 
 BLOCK_SIZE = 32
 CONTEXT_BLOCKS = 8192 // BLOCK_SIZE
 SELECTED = 64
 SMALL_BATCHES = (1, 8, 16)
+PREFILL_TOKENS = 8160
 TINY = 1e-9
 """What carries a result into the next call, so that calls run one after the other."""
+
+Step = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """`program(kernels)` is one jitted step over `inputs()`, `calls` calls of the kernel one after the other."""
+    """`build(kernels)` returns a step: `calls` calls of the kernel, one after the other."""
 
     name: str
     shape: str
-    program: Callable[[Kernels], Callable[..., Any]]
-    inputs: Callable[[], tuple[Any, ...]]
+    build: Callable[[Kernels], Step]
     calls: int = 1
     flops: float = 0.0
     num_bytes: float = 0.0
-    in_place: bool = False
-    """The result takes the place of the first inputs (donated)."""
+    has_reference: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A step that runs at a limit of the machine: `amount` operations or bytes."""
+
+    by: str
+    step: Step
+    amount: float
 
 
 def main(
     names: str = typer.Option("", help="Only kernels whose name contains one of these, by comma."),
-    seconds: float = typer.Option(0.5, help="How long each kernel is measured."),
+    seconds: float = typer.Option(1.0, help="How long each kernel is measured, with its limits."),
+    read_megabytes: int = typer.Option(1024, help="Size of what is read; more than any cache holds."),
     compare_reference: bool = typer.Option(False, help="Measure the XLA version as well, in turn."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the results."),
 ) -> None:
     jax.config.update("jax_platforms", "cpu")
     kernels, reference = get_kernels("auto", "cpu"), get_kernels("reference", "cpu")
-    peak, how = bf16_peak_tflops(kernels, reference, seconds)
-    read = read_gbps(seconds)
-    print(f"bf16 products {peak:.2f} TFLOP/s ({how}); reads {read:.1f} GB/s ({os.cpu_count()} threads)", flush=True)
-    wanted, rows = [name for name in names.split(",") if name], []
+    products, reads = fastest_products(kernels, reference), fastest_reads(kernels, read_megabytes << 20)
+    limits = {"flops": products.limit, "bytes": reads.limit}
+    print(f"products: {limits['flops'].by}; reads: {limits['bytes'].by}; {os.cpu_count()} threads", flush=True)
+    wanted, rows, rates = (
+        [name for name in names.split(",") if name],
+        [],
+        {"flops": [products.rate], "bytes": [reads.rate]},
+    )
     for case in cases(open_checkpoint(None).config):
         if wanted and not any(name in case.name for name in wanted):
             continue
-        times = measure([kernels, reference] if compare_reference else [kernels], case, seconds)
-        limit = max(case.flops / (peak * 1e12), case.num_bytes / (read * 1e9))
-        row = {"name": case.name, "shape": case.shape, "seconds": times[0], "share_of_limit": limit / times[0]}
-        if compare_reference:
-            row["reference_seconds"] = times[1]
+        row, seen = measure(case, [kernels, reference] if compare_reference else [kernels], limits, seconds)
+        for name, rate in seen.items():
+            rates[name].append(rate)
         rows.append(row)
         print(row, flush=True)
+    if not rows:
+        raise SystemExit(f"--names {names}: no kernel is called so")
     show(rows, kernels)
+    report = {
+        "implementation": kernels.describe(),
+        "bf16_peak_tflops": max(rates["flops"]) / 1e12, "bf16_peak_by": limits["flops"].by,
+        "bf16_peak_tflops_between": [rate / 1e12 for rate in extremes(rates["flops"])],
+        "read_gbps": max(rates["bytes"]) / 1e9, "read_by": limits["bytes"].by,
+        "read_gbps_between": [rate / 1e9 for rate in extremes(rates["bytes"])],
+        "kernels": rows,
+    }  # fmt: skip
+    print(f"bf16 products {range_of(report['bf16_peak_tflops_between'])} TFLOP/s, "
+          f"reads {range_of(report['read_gbps_between'])} GB/s while these were measured")  # fmt: skip
     if json_file is not None:
-        report = {
-            "implementation": kernels.describe(), "bf16_peak_tflops": peak, "bf16_peak_by": how, "read_gbps": read,
-            "kernels": rows,
-        }  # fmt: skip
         json_file.write_text(json.dumps(report, indent=1))
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def bf16_peak_tflops(kernels: Kernels, reference: Kernels, seconds: float) -> tuple[float, str]:
-    """The best rate of square products, by the kernels in force or by XLA, and which it was."""
-    rates = {}
+class Fastest(NamedTuple):
+    limit: Limit
+    rate: float
+
+
+def fastest_products(kernels: Kernels, reference: Kernels) -> Fastest:
+    """Square products at the best size, by the kernels in force or by XLA."""
+    found = []
     for size in (1024, 2048, 4096):
         x, weight = (normal((size, size), seed).astype(jnp.bfloat16) for seed in range(2))
         for by in {kernels, reference}:
-            step = jax.jit(by.linear)
-            best = min(repeat([functools.partial(step, x, weight)], seconds)[0])
-            rates[f"linear, {by.describe()}, {size} x {size} x {size}"] = 2.0 * size**3 / best / 1e12
-    how = max(rates, key=lambda name: rates[name])
-    return rates[how], how
+            step = functools.partial(jax.jit(by.linear), x, weight)
+            found.append(Limit(by=f"linear, {by.describe()}, {size} cubed", step=step, amount=2.0 * size**3))
+    return fastest(found)
 
 
-def read_gbps(seconds: float, num_bytes: int = 1 << 30) -> float:
-    """All CPUs summing one array that no cache holds, each its own part, in NumPy (which lets go of the GIL)."""
+def fastest_reads(kernels: Kernels, num_bytes: int) -> Fastest:
+    """All CPUs reading one array that no cache holds: a sum in NumPy (each its own part), or one row times a matrix."""
     num_threads = os.cpu_count() or 1
     parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
-    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        times = repeat([lambda: list(pool.map(np.sum, parts))], max(seconds, 1.0))[0]
-    return num_bytes / min(times) / 1e9
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+    width = 1024
+    weight = jnp.ones((num_bytes // 2 // width, width), jnp.bfloat16)
+    row = functools.partial(jax.jit(kernels.linear), jnp.ones((1, width), jnp.bfloat16), weight)
+    return fastest([
+        Limit(by="sum, numpy", step=lambda: list(pool.map(np.sum, parts)), amount=num_bytes),
+        Limit(by=f"linear of one row, {kernels.describe()}", step=row, amount=num_bytes),
+    ])  # fmt: skip
+
+
+def fastest(limits: list[Limit]) -> Fastest:
+    times = repeat([limit.step for limit in limits], 1.0)
+    found = [Fastest(limit, limit.amount / min(each)) for limit, each in zip(limits, times, strict=True)]
+    return max(found, key=lambda one: one.rate)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def repeat(steps: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
+def repeat(steps: list[Step], seconds: float) -> list[list[float]]:
     """Times of each step, taken in turn, so that what disturbs one disturbs all."""
     for step in steps:
         jax.block_until_ready(step())
@@ -129,25 +170,39 @@ def repeat(steps: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
     return times
 
 
-def measure(implementations: list[Kernels], case: Case, seconds: float) -> list[float]:
-    """Median seconds of one call for each implementation."""
-    inputs, steps = case.inputs(), []
-    for kernels in implementations:
-        if case.in_place:
-            steps.append(_InPlace(jax.jit(case.program(kernels), donate_argnums=(0, 1)), inputs))
-        else:
-            steps.append(functools.partial(jax.jit(case.program(kernels)), *inputs))
-    return [statistics.median(times) / case.calls for times in repeat(steps, seconds)]
+def measure(
+    case: Case, implementations: list[Kernels], limits: dict[str, Limit], seconds: float
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The row of a case, and the rates of the limits beside it; medians."""
+    amounts = {name: amount for name, amount in (("flops", case.flops), ("bytes", case.num_bytes)) if amount}
+    steps = [case.build(kernels) for kernels in (implementations if case.has_reference else implementations[:1])]
+    times = repeat([*steps, *(limits[name].step for name in amounts)], seconds)
+    medians = [statistics.median(each) for each in times]
+    rates = {name: limits[name].amount / at for name, at in zip(amounts, medians[len(steps) :], strict=True)}
+    least = max(amounts[name] / rates[name] for name in amounts)
+    took = [each / case.calls for each in medians[: len(steps)]]
+    row = {"name": case.name, "shape": case.shape, "seconds": took[0], "share_of_limit": least / took[0]}
+    return row | ({"reference_seconds": took[1]} if len(took) > 1 else {}), rates
+
+
+def jitted(program: Callable[[Kernels], Callable[..., Any]], inputs: Callable[[], tuple[Any, ...]]) -> Any:
+    """Builds a step that calls `program(kernels)` with the inputs."""
+    return lambda kernels: functools.partial(jax.jit(program(kernels)), *inputs())
+
+
+def in_place(program: Callable[[Kernels], Callable[..., Any]], inputs: Callable[[], tuple[Any, ...]]) -> Any:
+    """The same for a program whose first two results take the place of its first two arguments (donated)."""
+    return lambda kernels: _InPlace(jax.jit(program(kernels), donate_argnums=(0, 1)), inputs())
 
 
 class _InPlace:
     """A step whose first two arguments are its last results."""
 
     def __init__(self, step: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        self.step, self.state, self.rest = step, tuple(jnp.copy(a) for a in inputs[:2]), inputs[2:]
+        self.step, self.state, self.rest = step, inputs[:2], inputs[2:]
 
     def __call__(self) -> Any:
-        self.state = self.step(*self.state, *self.rest)
+        self.state = self.step(*self.state, *self.rest)[:2]
         return self.state
 
 
@@ -167,6 +222,7 @@ def cases(model: ModelConfig) -> Iterator[Case]:
         yield from selection_cases(model, batch)
     for num_tokens in (1024, 4096, 8192):
         yield prefill_attention_case(model, num_tokens)
+    yield whole_prefill_case(model)
 
 
 def linear_cases(model: ModelConfig, rows: int, dtype: str) -> Iterator[Case]:
@@ -183,8 +239,10 @@ def linear_cases(model: ModelConfig, rows: int, dtype: str) -> Iterator[Case]:
         yield Case(
             name="linear" if dtype == "bfloat16" else f"linear {dtype}",
             shape=f"{rows} x [{out}, {width}]{' gated' if gated else ''}",
-            program=functools.partial(_linears, gated=gated),
-            inputs=functools.partial(_linear_inputs, rows, out, width, dtype, calls),
+            build=jitted(
+                functools.partial(_linears, gated=gated),
+                functools.partial(_linear_inputs, rows, out, width, dtype, calls),
+            ),
             calls=calls,
             flops=2.0 * rows * out * width,
             num_bytes=out * width * (1 if dtype == "int8" else 2) + activations,
@@ -233,8 +291,7 @@ def decode_attention_case(model: ModelConfig, batch: int, num_selected: int) -> 
     return Case(
         name="decode_attention",
         shape=f"batch {batch}, {num_selected} blocks of {BLOCK_SIZE}",
-        program=program,
-        inputs=inputs,
+        build=jitted(program, inputs),
         calls=calls,
         num_bytes=batch * heads * num_selected * 2.0 * BLOCK_SIZE * model.head_dim * 2,
     )
@@ -258,26 +315,28 @@ def selection_cases(model: ModelConfig, batch: int) -> Iterator[Case]:
     yield Case(
         name="score_blocks",
         shape=of,
-        program=lambda kernels: functools.partial(
-            kernels.score_blocks, scale=dim**-0.5, per_query_head=False, num_sink_blocks=1, num_newest_blocks=2
+        build=jitted(
+            lambda kernels: functools.partial(
+                kernels.score_blocks, scale=dim**-0.5, per_query_head=False, num_sink_blocks=1, num_newest_blocks=2
+            ),
+            lambda: (normal((batch, model.num_q_heads, dim), 1).astype(jnp.bfloat16), digests(), table, counts),
         ),
-        inputs=lambda: (normal((batch, model.num_q_heads, dim), 1).astype(jnp.bfloat16), digests(), table, counts),
         num_bytes=2.0 * num_blocks * heads * 2 * dim,
     )
     yield Case(
         name="select_blocks",
         shape=of,
-        program=lambda kernels: functools.partial(kernels.select_blocks, num_selected=SELECTED),
-        inputs=lambda: (normal((batch, heads, CONTEXT_BLOCKS), 2),),
+        build=jitted(
+            lambda kernels: functools.partial(kernels.select_blocks, num_selected=SELECTED),
+            lambda: (normal((batch, heads, CONTEXT_BLOCKS), 2),),
+        ),
         num_bytes=4.0 * batch * heads * (CONTEXT_BLOCKS + SELECTED),
     )
     yield Case(
         name="append_tokens",
         shape=f"batch {batch}, blocks of {BLOCK_SIZE}",
-        program=lambda kernels: functools.partial(kernels.append_tokens, method="cuboid-mean"),
-        inputs=tokens,
+        build=in_place(lambda kernels: functools.partial(kernels.append_tokens, method="cuboid-mean"), tokens),
         num_bytes=2.0 * batch * heads * dim * (BLOCK_SIZE + 4),
-        in_place=True,
     )
 
 
@@ -292,9 +351,36 @@ def prefill_attention_case(model: ModelConfig, num_tokens: int) -> Case:
     return Case(
         name="prefill_attention",
         shape=f"{num_tokens} tokens, dense",
-        program=lambda kernels: functools.partial(kernels.prefill_attention, scale=model.head_dim**-0.5, merge_tiles=4),
-        inputs=inputs,
+        build=jitted(
+            lambda kernels: functools.partial(kernels.prefill_attention, scale=model.head_dim**-0.5, merge_tiles=4),
+            inputs,
+        ),
         flops=4.0 * model.head_dim * model.num_q_heads * num_tokens * (num_tokens + 1) / 2,
+    )
+
+
+def whole_prefill_case(model: ModelConfig) -> Case:
+    """A prompt through the engine to its first token, with the operations that are of use (peers/limits.py)."""
+
+    def build(kernels: Kernels) -> Step:
+        engine = Engine(None, EngineConfig(max_num_seqs=1))
+        for _ in engine.warm_up():
+            pass
+        prompt = np.random.default_rng(0).integers(0, model.vocab_size, PREFILL_TOKENS).tolist()
+        request = Request(prompt=prompt, sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        return lambda: engine.generate([request])
+
+    hugging_face = {
+        "hidden_size": model.hidden_size, "head_dim": model.head_dim, "num_attention_heads": model.num_q_heads,
+        "num_key_value_heads": model.num_kv_heads, "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+    return Case(
+        name="dense prefill, whole",
+        shape=f"{PREFILL_TOKENS} tokens",
+        build=build,
+        flops=prefill_operations(hugging_face, PREFILL_TOKENS),
+        has_reference=False,
     )
 
 
@@ -313,6 +399,14 @@ def stored(values: jax.Array) -> jax.Array:
 
 def pool_of(model: ModelConfig, num_blocks: int, seed: int) -> jax.Array:
     return stored(normal((num_blocks + 1, model.num_kv_heads, 2, BLOCK_SIZE, model.head_dim), seed))
+
+
+def extremes(values: list[float]) -> list[float]:
+    return [min(values), max(values)]
+
+
+def range_of(values: list[float]) -> str:
+    return f"{values[0]:.2f} to {values[1]:.2f}"
 
 
 def show(rows: list[dict[str, Any]], kernels: Kernels) -> None:

@@ -39,7 +39,7 @@ FIRST_SPARSE_LAYER = 2
 def main(
     text: Path | None = typer.Option(None, help="A text file; none = the Python language reference."),
     num_tokens: int = typer.Option(8192, help="Of the prompt; a multiple of 128."),
-    thresholds: str = typer.Option("0.9,0.95,0.98,0.99,0.995,0.998", help="By comma."),
+    thresholds: str = typer.Option("0.9,0.95,0.97,0.975,0.98,0.99", help="By comma."),
     dense_tokens: int = typer.Option(2048, help="Tokens up to here attend to everything (sparse_budget_tokens)."),
     layer_step: int = typer.Option(5, help="Every how many layers are looked at."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the table."),

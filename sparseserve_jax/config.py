@@ -71,8 +71,8 @@ class EngineConfig:
         rope_scaling: the model's rotary scaling, replaced: a mapping as in `config.json`, e.g. `{"rope_type": "yarn",
             "factor": 4.0}`; the model's limit becomes its original length times the factor. None = as the checkpoint.
         prefill: "layer" = layer-segmented (paper section 3.3); "chunked" = token chunks through all layers.
-        prefill_sparsity: share of its attention, in (0, 1], that each head of a prompt keeps (an estimate by blocks of
-            128 tokens, XAttention); None = dense. Dense stay the dense layers and tokens within
+        prefill_sparsity: share of its attention, in (0, 1], that each head of a prompt keeps (an estimate by tiles of
+            128 tokens, from every 16th query); None = dense. Dense stay the dense layers and tokens within
             `sparse_budget_tokens`.
         max_inject_tokens: prompt tokens x layers that may run beside one decode step; None = 2048 x layers.
         max_num_batched_tokens: the longest prefill call in tokens (and the chunk of "chunked" prefill).

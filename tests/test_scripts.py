@@ -54,6 +54,7 @@ def test_selection_quality_measures_what_it_says(quality):
 def run_main(script: str, monkeypatch, changed: dict[str, object] | None = None, **options) -> None:
     """The script's main with its options; `changed` replaces names of the module first."""
     monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.syspath_prepend(str(SCRIPTS))  # where a script's own modules are
     module = runpy.run_path(str(SCRIPTS / script))
     module["main"].__globals__.update(changed or {})
     module["main"](**options)
@@ -86,6 +87,31 @@ def test_compile_report_writes_what_others_read(monkeypatch, tmp_path):
     assert rows["flash_h2d"]["bound_by"] == "PCIe"
     assert rows["decode_attention"]["mma"] > 0
     assert options["png_file"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_kernels_measures_limits_beside_kernels(monkeypatch, tmp_path):
+    """Small: the read rate is that of caches here, so the shares say nothing; that they are there does."""
+    file = tmp_path / "kernels.json"
+    run_main(
+        "bench_kernels.py", monkeypatch, names="select_blocks,append_tokens,score_blocks", seconds=0.01,
+        read_megabytes=4, compare_reference=True, json_file=file,
+    )  # fmt: skip
+    report = json.loads(file.read_text())
+    least, most = report["read_gbps_between"]
+    assert 0 < least <= most == report["read_gbps"]
+    assert report["bf16_peak_tflops"] > 0.001
+    assert {row["name"] for row in report["kernels"]} == {"select_blocks", "append_tokens", "score_blocks"}
+    assert len(report["kernels"]) == 9
+    for row in report["kernels"]:
+        assert row["seconds"] > 0 and row["reference_seconds"] > 0 and row["share_of_limit"] > 0 and row["shape"]
+
+
+def test_bench_kernels_names_a_kernel_that_is_not_there(monkeypatch):
+    with pytest.raises(SystemExit, match="--names attention_of_none: no kernel is called so"):
+        run_main(
+            "bench_kernels.py", monkeypatch, names="attention_of_none", seconds=0.01, read_megabytes=4,
+            compare_reference=False, json_file=None,
+        )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -139,13 +165,13 @@ def test_sparse_prefill_keeps_real_attention(monkeypatch, tmp_path):
     """At the threshold that docs/performance.md recommends."""
     table = tmp_path / "quality.json"
     run_main(
-        "prefill_quality.py", monkeypatch, text=None, num_tokens=4096, thresholds="0.9,0.995,1", dense_tokens=0,
+        "prefill_quality.py", monkeypatch, text=None, num_tokens=4096, thresholds="0.9,0.975,1", dense_tokens=0,
         layer_step=9, json_file=table,
     )  # fmt: skip
     rows = {row["threshold"]: row for row in json.loads(table.read_text())["rows"]}
     assert rows["1"]["mass"] == rows["1"]["density"] == 1.0
-    assert rows["0.995"]["mass"] >= 0.98
-    assert rows["0.9"]["mass"] < rows["0.995"]["mass"]
-    assert rows["0.9"]["density"] < rows["0.995"]["density"] < 0.9
+    assert rows["0.975"]["mass"] >= 0.98
+    assert rows["0.9"]["mass"] < rows["0.975"]["mass"]
+    assert rows["0.9"]["density"] < rows["0.975"]["density"] < 0.9
     assert rows["best"]["mass"] >= 0.98
-    assert rows["best"]["density"] < rows["0.995"]["density"]
+    assert rows["best"]["density"] < rows["0.975"]["density"]

@@ -1,10 +1,9 @@
-// Key tiles that sparse prefill needs (XAttention, arXiv 2503.16428): pallas_kernels/select_key_tiles.py.
+// Key tiles that sparse prefill needs: pallas_kernels/select_key_tiles.py.
 //
-// Queries and keys count in groups of 8 tokens; a tile of 128 tokens is 16 groups. A unit of work is a run of tiles of one
-// prompt with one KV head. Its queries are the lanes of panels as in prefill attention: 16 lanes, the groups of one tile
-// and query head, make a "column". Keys are packed one chunk at a time, a group a row, so that the product of the 16 rows
-// of one key tile with one column is all that the two have to do with each other. Of it only the maximum and the sum of
-// weights by query group are kept; softmax over all keys follows from these at the end.
+// Every 16th query stands for its neighbours, with its whole attention. A unit of work is a run of tiles of one prompt
+// with one KV head. Its sampled queries are the lanes of panels as in prefill attention; the eight of one tile and query
+// head make a "column". Keys are read one chunk at a time, and of their scores only the maximum and the sum of weights by
+// query and key tile are kept; softmax over all keys follows from these at the end.
 
 #include <algorithm>
 #include <vector>
@@ -22,13 +21,13 @@
 namespace sparseserve::prefill {
 namespace {
 
-constexpr int kStride = 8;  // select_key_tiles.STRIDE
-constexpr int kGroups = kTile / kStride;
-constexpr int kRows = 2 * kGroups;                   // of keys that go into one product
-constexpr int kColumnsOfPanel = kPanel / kGroups;
-constexpr int kColumnsOfUnit = 32;                   // queries that share packed keys: at head_dim 64 512 KiB
-constexpr int64_t kChunkElements = 64 * 1024;        // of packed keys, 256 KiB: both stay in the L2 cache
-constexpr int kUnitsPerThread = 4;
+constexpr int kStride = 16;  // select_key_tiles.STRIDE
+constexpr int kSamples = kTile / kStride;
+constexpr int kRows = 32;                            // keys that go into one product
+constexpr int kColumnsOfPanel = kPanel / kSamples;
+constexpr int kColumnsOfUnit = 64;                   // that share keys: queries of 64 KiB at head_dim 64
+constexpr int64_t kChunkElements = 64 * 1024;        // of keys, 256 KiB: they stay in the L2 cache for all panels
+constexpr int kUnitsPerThread = 2;
 
 struct Call {
   const void* q;
@@ -60,6 +59,20 @@ struct Call {
 struct Unit {
   int tile, num_tiles, head;
 };
+
+// 2^x to 3e-6 of the value for x <= 0, never zero: what sums of many weights need, in two thirds of the time of `exp2`.
+inline F32 exp2_of_weight(F32 x) {
+  const F32 clamped = max(splat(-126.0f), x);
+  const F32 shifter = splat(12582912.0f);  // see `exp2`
+  const F32 shifted = clamped + shifter;
+  const F32 r = clamped - (shifted - shifter);
+  F32 p = splat(9.5701014e-3f);
+  p = p * r + 5.5917860e-2f;
+  p = p * r + 2.4024745e-1f;
+  p = p * r + 6.9312182e-1f;
+  p = p * r + 9.9999926e-1f;
+  return (F32)((S32)p + ((S32)shifted << 23));
+}
 
 // --- from shares to key tiles ----------------------------------------------------------------------------------------
 
@@ -110,8 +123,8 @@ class UnitRunner {
       : call_(call),
         unit_(unit),
         head_dim_(call.shape.head_dim),
-        width_(kStride * head_dim_ / Product::kPerElement),
-        factor_(call.scale / kStride * kLog2E) {}
+        width_(head_dim_ / Product::kPerElement),
+        factor_(call.scale * kLog2E) {}
 
   void run() {
     for (int i = 0; i < unit_.num_tiles; ++i) {
@@ -120,23 +133,23 @@ class UnitRunner {
     if (columns_.empty()) return;
     const int num_panels = (static_cast<int>(columns_.size()) + kColumnsOfPanel - 1) / kColumnsOfPanel;
     lanes_ = num_panels * kPanel;
-    const int end = call_.end(columns_.back().tile);
-    const int most = std::max<int>(2, kChunkElements / (kGroups * width_) / 2 * 2);  // key tiles of a chunk
-    allocate(num_panels, most * kGroups, (end + kTile - 1) / kTile);
+    const int end = call_.end(columns_.back().tile), num_key_tiles = (end + kTile - 1) / kTile;
+    const int most = std::max<int>(1, kChunkElements / (kTile * width_));  // key tiles of a chunk
+    allocate(num_panels, most * kTile, num_key_tiles);
     for (int p = 0; p < num_panels; ++p) read_queries(p);
     const int32_t* table = call_.tables + static_cast<int64_t>(call_.tile_prompt[unit_.tile]) * call_.max_blocks;
     const Prompt<T> prompt{call_.pool, call_.shape, table, unit_.head, end, head_dim_, call_.kv_scales};
     Product::begin();
-    for (int first = 0; first * kTile < end; first += most) {
-      const int last = std::min(first + most, (end + kTile - 1) / kTile);
-      read_keys(prompt, first, last);
+    for (int first = 0; first < num_key_tiles; first += most) {
+      const int last = std::min(first + most, num_key_tiles);
+      prompt.read(0, first * kTile, (last - first) * kTile, reinterpret_cast<Value*>(keys_));
       for (int p = 0; p < num_panels; ++p) {
-        const int needed = std::min(last, call_.causal_tiles(last_column(p).tile));
-        for (int j = first; j < needed; j += 2) add_key_tiles(p, j, keys_ + (j - first) * kGroups * width_);
+        const int needed = std::min(last, key_tiles_of(p));
+        for (int j = first; j < needed; ++j) add_key_tile(p, j, keys_ + (j - first) * kTile * width_);
       }
     }
     Product::end();
-    for (size_t c = 0; c < columns_.size(); ++c) finish(c);
+    for (int p = 0; p < num_panels; ++p) finish(p);
   }
 
  private:
@@ -144,14 +157,15 @@ class UnitRunner {
     int tile, head;
   };
 
-  void allocate(int64_t num_panels, int64_t num_rows, int64_t num_key_tiles) {
+  void allocate(int64_t num_panels, int64_t num_keys, int64_t num_key_tiles) {
     const int64_t panel = kPanel * int64_t{width_}, results = num_key_tiles * lanes_;
-    uint32_t* memory = scratch((num_panels + 1) * panel + num_rows * width_ + 2 * results);
+    uint32_t* memory = scratch((num_panels + 1) * panel + num_keys * width_ + 2 * results + lanes_);
     queries_ = reinterpret_cast<Element*>(memory);
     rows_ = reinterpret_cast<Value*>(memory + num_panels * panel);
     keys_ = reinterpret_cast<Element*>(memory + (num_panels + 1) * panel);
-    max_ = reinterpret_cast<float*>(keys_ + num_rows * width_);
+    max_ = reinterpret_cast<float*>(keys_ + num_keys * width_);
     sum_ = max_ + results;
+    positions_ = reinterpret_cast<int32_t*>(sum_ + results);
   }
 
   void add_column(int tile, int head) {
@@ -163,23 +177,31 @@ class UnitRunner {
     if (!all && call_.exists(tile)) columns_.push_back({tile, head});
   }
 
-  const Column& last_column(int panel) const {
-    return columns_[std::min<size_t>(columns_.size(), (panel + 1) * kColumnsOfPanel) - 1];
+  // Columns of a panel: [first, last).
+  std::pair<int, int> columns_of(int panel) const {
+    return {panel * kColumnsOfPanel, std::min<int>(columns_.size(), (panel + 1) * kColumnsOfPanel)};
   }
+  // Key tiles that any query of a panel sees: those of its last tile.
+  int key_tiles_of(int panel) const { return call_.causal_tiles(columns_[columns_of(panel).second - 1].tile); }
 
-  // The queries of a group one after the other, the last one first; zeros where there is none.
+  int num_samples(int tile) const { return (call_.tile_tokens[tile] + kStride - 1) / kStride; }
+  // The token of a tile that a sample is: the last of a run of kStride, or the tile's last.
+  int token_of(int tile, int sample) const { return std::min((sample + 1) * kStride, call_.tile_tokens[tile]) - 1; }
+
+  // The sampled queries of a panel, transposed, and their positions; zeros at -1 where there is none.
   void read_queries(int panel) {
-    std::fill(rows_, rows_ + static_cast<int64_t>(kPanel) * kStride * head_dim_, Value{});
+    std::fill(rows_, rows_ + static_cast<int64_t>(kPanel) * head_dim_, Value{});
+    int32_t* positions = positions_ + static_cast<int64_t>(panel) * kPanel;
+    std::fill(positions, positions + kPanel, -1);
     const T* from = static_cast<const T*>(call_.q);
-    for (int c = 0; c < kColumnsOfPanel; ++c) {
-      const size_t index = panel * kColumnsOfPanel + c;
-      if (index >= columns_.size()) break;
-      const auto [tile, head] = columns_[index];
-      for (int i = 0; i < call_.tile_tokens[tile]; ++i) {
-        const int row = c * kGroups + i / kStride, place = kStride - 1 - i % kStride;
-        const int64_t token = static_cast<int64_t>(tile) * kTile + i;
-        const T* query = from + (token * call_.num_q_heads + head) * head_dim_;
-        Value* to = rows_ + (static_cast<int64_t>(row) * kStride + place) * head_dim_;
+    const auto [first, last] = columns_of(panel);
+    for (int c = first; c < last; ++c) {
+      const auto [tile, head] = columns_[c];
+      for (int i = 0; i < num_samples(tile); ++i) {
+        const int lane = (c - first) * kSamples + i, token = token_of(tile, i);
+        positions[lane] = call_.tile_start[tile] + token;
+        const T* query = from + ((static_cast<int64_t>(tile) * kTile + token) * call_.num_q_heads + head) * head_dim_;
+        Value* to = rows_ + static_cast<int64_t>(lane) * head_dim_;
         if constexpr (std::is_same_v<T, Value>) {
           std::memcpy(to, query, head_dim_ * sizeof(Value));
         } else {
@@ -187,72 +209,73 @@ class UnitRunner {
         }
       }
     }
-    transpose(rows_, width_, kPanel, width_, queries_ + static_cast<int64_t>(panel) * width_ * kPanel,
-              kPanel);
+    transpose(rows_, width_, kPanel, width_, queries_ + static_cast<int64_t>(panel) * width_ * kPanel, kPanel);
   }
 
-  // Rows of key tiles [first, last), and zeros that fill up the last product.
-  void read_keys(const Prompt<T>& prompt, int first, int last) {
-    prompt.read(0, first * kTile, round_up(last - first, 2) * kTile, reinterpret_cast<Value*>(keys_));
-  }
-
-  // Two key tiles with all columns of a panel.
-  void add_key_tiles(int panel, int key_tile, const Element* keys) {
+  // The maxima and the sums of weights of one key tile, for all queries of a panel.
+  void add_key_tile(int panel, int key_tile, const Element* keys) {
     alignas(64) float scores[kRows * kPanel];
-    Product::multiply(keys, queries_ + static_cast<int64_t>(panel) * width_ * kPanel, scores, width_);
-    for (int i = 0; i < 2; ++i) {
-      for (int c = 0; c < kColumnsOfPanel; ++c) {
-        const size_t column = panel * kColumnsOfPanel + c;
-        if (column < columns_.size()) {
-          add_weights(columns_[column].tile, key_tile + i, scores + i * kGroups * kPanel + c * kGroups,
-                      static_cast<int64_t>(key_tile + i) * lanes_ + column * kGroups);
-        }
-      }
+    const int64_t to = static_cast<int64_t>(key_tile) * lanes_ + static_cast<int64_t>(panel) * kPanel;
+    std::fill(max_ + to, max_ + to + kPanel, kNoMax);
+    std::fill(sum_ + to, sum_ + to + kPanel, 0.0f);
+    // All queries of later tiles see all keys of this one.
+    const bool all_seen = (key_tile + 1) * kTile <= call_.tile_start[columns_[columns_of(panel).first].tile];
+    for (int row = 0; row < kTile; row += kRows, keys += kRows * width_) {
+      Product::multiply(keys, queries_ + static_cast<int64_t>(panel) * width_ * kPanel, scores, width_);
+      if (!all_seen) hide(positions_ + static_cast<int64_t>(panel) * kPanel, key_tile * kTile + row, scores);
+      for (int lane = 0; lane < kPanel; lane += kLanes) add_weights(scores + lane, max_ + to + lane, sum_ + to + lane);
     }
   }
 
-  // The maximum and the sum of weights of a key tile, for all query groups of a column, go to index `to`.
-  void add_weights(int tile, int key_tile, float* scores, int64_t to) {
-    if (key_tile >= call_.causal_tiles(tile)) return;
-    const int key = key_tile * kGroups, query = call_.tile_start[tile] / kStride;
-    for (int lane = 0; lane < kGroups; lane += kLanes) {
-      F32 most = splat(kNoMax);
-      for (int i = 0; i < kGroups; ++i) {
+  // Scores of keys that come after a query.
+  static void hide(const int32_t* positions, int key, float* scores) {
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+      S32 position;
+      std::memcpy(&position, positions + lane, sizeof position);
+      for (int i = 0; i < kRows; ++i) {
         float* row = scores + i * kPanel + lane;
-        if (key + i > query + lane) {
-          const S32 seen = lane_index() + (query + lane) >= key + i;
-          store(row, seen ? load(row) : splat(kNoMax));
-        }
-        most = max(load(row), most);
+        const S32 seen = position >= key + i;
+        store(row, seen ? load(row) : splat(kNoMax));
       }
-      F32 sum{};
-      for (int i = 0; i < kGroups; ++i) sum += exp2((load(scores + i * kPanel + lane) - most) * factor_);
-      store(max_ + to + lane, most);
-      store(sum_ + to + lane, sum);
     }
   }
 
-  // Softmax over all key groups, the mean over query groups, and what to keep.
-  void finish(size_t column) {
-    const auto [tile, head] = columns_[column];
-    const int count = call_.causal_tiles(tile);
-    const int groups = (call_.tile_tokens[tile] + kStride - 1) / kStride;
-    shares_.assign(count, 0.0f);
-    for (int lane = 0; lane < groups; lane += kLanes) {
-      const float* maxima = max_ + column * kGroups + lane;
-      float* sums = sum_ + column * kGroups + lane;
+  // Takes kRows more keys into the maximum and the sum of a vector of queries.
+  void add_weights(const float* scores, float* max_, float* sum_) const {
+    const F32 before = load(max_);
+    F32 most = before;
+    for (int i = 0; i < kRows; ++i) most = max(load(scores + i * kPanel), most);
+    const F32 offset = most * factor_;
+    F32 sum = load(sum_) * exp2((before - most) * factor_);
+    for (int i = 0; i < kRows; ++i) sum += exp2_of_weight(load(scores + i * kPanel) * factor_ - offset);
+    store(max_, most);
+    store(sum_, sum);
+  }
+
+  // Softmax over all keys, the mean over the queries of a tile, and what to keep.
+  void finish(int panel) {
+    const int count = key_tiles_of(panel);
+    for (int64_t lane = static_cast<int64_t>(panel) * kPanel; lane < (panel + 1) * kPanel; lane += kLanes) {
       F32 most = splat(kNoMax), total{};
-      for (int j = 0; j < count; ++j) most = max(load(maxima + static_cast<int64_t>(j) * lanes_), most);
+      for (int j = 0; j < count; ++j) most = max(load(max_ + j * lanes_ + lane), most);
       for (int j = 0; j < count; ++j) {
-        float* sum = sums + static_cast<int64_t>(j) * lanes_;
-        store(sum, load(sum) * exp2((load(maxima + static_cast<int64_t>(j) * lanes_) - most) * factor_));
+        float* sum = sum_ + j * lanes_ + lane;
+        store(sum, load(sum) * exp2((load(max_ + j * lanes_ + lane) - most) * factor_));
         total += load(sum);
       }
-      const F32 part = first_lanes(1.0f / total, groups - lane, F32{});
-      for (int j = 0; j < count; ++j) shares_[j] += reduce_add(load(sums + static_cast<int64_t>(j) * lanes_) * part);
+      for (int j = 0; j < count; ++j) store(sum_ + j * lanes_ + lane, load(sum_ + j * lanes_ + lane) / total);
     }
-    for (float& share : shares_) share /= groups;
-    keep_largest(call_, tile, shares_.data(), call_.kept(tile, head));
+    const auto [first, last] = columns_of(panel);
+    for (int c = first; c < last; ++c) {
+      const auto [tile, head] = columns_[c];
+      shares_.assign(call_.causal_tiles(tile), 0.0f);
+      for (size_t j = 0; j < shares_.size(); ++j) {
+        const float* of_queries = sum_ + j * lanes_ + c * kSamples;
+        for (int i = 0; i < num_samples(tile); ++i) shares_[j] += of_queries[i];
+        shares_[j] /= num_samples(tile);
+      }
+      keep_largest(call_, tile, shares_.data(), call_.kept(tile, head));
+    }
   }
 
   const Call& call_;
@@ -261,9 +284,10 @@ class UnitRunner {
   const float factor_;
   int64_t lanes_ = 0;
   std::vector<Column> columns_;
-  Element *queries_ = nullptr, *keys_ = nullptr;  // [panels][width][kPanel], [key tiles of a chunk * kGroups][width]
-  Value* rows_ = nullptr;                         // [kPanel][kStride * head_dim], for transposition
+  Element *queries_ = nullptr, *keys_ = nullptr;  // [panels][width][kPanel], [keys of a chunk][width]
+  Value* rows_ = nullptr;                         // [kPanel][head_dim], for transposition
   float *max_ = nullptr, *sum_ = nullptr;         // [key tiles][lanes]
+  int32_t* positions_ = nullptr;                  // [lanes], of queries in their prompt
   std::vector<float> shares_;                     // [key tiles]
 };
 
@@ -271,7 +295,9 @@ class UnitRunner {
 std::vector<Unit> make_units(const Call& call, int num_threads) {
   const int heads = static_cast<int>(call.shape.num_heads);
   const int enough = std::max(1, call.num_tiles * heads / (kUnitsPerThread * num_threads));
-  const int most = std::min(enough, std::max(1, kColumnsOfUnit / call.group()));
+  // Whole panels, if there are so many.
+  const int whole = std::max(enough / kColumnsOfPanel * kColumnsOfPanel, std::min(enough, kColumnsOfPanel));
+  const int most = std::min(whole, std::max(1, kColumnsOfUnit / call.group()));
   std::vector<Unit> units;
   for (int tile = 0; tile < call.num_tiles;) {
     int count = 1;
@@ -329,7 +355,6 @@ ffi::Error select_key_tiles(ffi::ThreadPool pool_of_threads, ffi::AnyBuffer q, f
   for (int i = 0; i < num_tiles; ++i) {
     if (!call.exists(i)) continue;
     SPARSESERVE_CHECK(call.causal_tiles(i) <= call.num_key_tiles, "select_key_tiles: tile past its block table");
-    SPARSESERVE_CHECK(call.tile_start[i] % kStride == 0, "select_key_tiles: tile does not start on a group of 8 tokens");
   }
   with_float_type(q.element_type(), [&](auto* type) { run(call, type, pool_of_threads); });
   return ffi::Error::Success();
