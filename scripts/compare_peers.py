@@ -47,7 +47,7 @@ def main(
     batches: str = typer.Option("1,8,16", help="Batch sizes of decode."),
     variants: str = typer.Option("sparse,dense,int8,int8-kv", help=f"Ours in decode, of {', '.join(VARIANTS)}."),
     prefill_variants: str = typer.Option(",".join(PREFILL_VARIANTS), help="Ours in prefill and serving."),
-    prefill_sparsity: float = typer.Option(0.975, help="Threshold of our sparse prefill."),
+    prefill_sparsity: float = typer.Option(0.98, help="Threshold of our sparse prefill."),
     repeats: int = typer.Option(5, min=1, help="Pairs of each prefill and decode figure."),
     long_repeats: int = typer.Option(1, min=1, help="Pairs of prefill-32k."),
     serve_repeats: int = typer.Option(2, min=1, help="Pairs of the serving works."),

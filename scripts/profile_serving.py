@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import gzip
+import itertools
 import json
 import re
 import tempfile
@@ -74,25 +75,25 @@ def main(
         json_file.write_text(json.dumps({"batch": batch, "context": context, "ms": tables}, indent=1))
 
 
-def native_names(engine: Engine, config: EngineConfig, batch: int, context: int) -> dict[tuple[str, str], str]:
-    """(module, operation) as a trace has them -> the native kernel behind it, from the compiled programs' text."""
+def native_names(engine: Engine, config: EngineConfig, batch: int, context: int) -> list[dict[str, str]]:
+    """Operation as a trace has it -> the native kernel behind it, from the compiled text of every program.
+
+    A prefill layer is several programs: dense or sparse in decoding, and in prefill.
+    """
     abstract = AbstractRunner(
         engine.model_config, config, device_bytes=engine.layout.device_bytes, host_bytes=engine.layout.host_bytes,
         platform="cpu",
     )  # fmt: skip
-    programs: dict[str, Program] = {
-        "jit_decode_step": abstract.decode_step(batch, context),
-        "jit_prefill_layer": abstract.prefill_layer(config.max_num_batched_tokens),
-    }
-    names = {}
-    for module, program in programs.items():
-        text = program.function.lower(*program.args, **program.kwargs).compile().as_text()
-        for op, target in re.findall(r'%?([\w.-]+) = [^\n]*custom_call_target="sparseserve_(\w+)_\w+"', text):
-            names[module, op] = target
-    return names
+    layers = (*abstract.layout.dense_layers[:1], *abstract.layout.sparse_layers[:1])
+    programs: list[Program] = [abstract.decode_step(batch, context)]
+    for layer, end in itertools.product(layers, (config.max_num_batched_tokens, context)):
+        programs.append(abstract.prefill_layer(config.max_num_batched_tokens, layer=layer, end=end))
+    texts = (program.function.lower(*program.args, **program.kwargs).compile().as_text() for program in programs)
+    pattern = re.compile(r'%?([\w.-]+) = [^\n]*custom_call_target="sparseserve_(\w+)_\w+"')
+    return [dict(pattern.findall(text)) for text in texts]
 
 
-def profile(run: Callable[[], Any], names: dict[tuple[str, str], str], *, per: int = 1) -> dict[str, float]:
+def profile(run: Callable[[], Any], programs: list[dict[str, str]], *, per: int = 1) -> dict[str, float]:
     """Milliseconds by operation of one `run`, divided by `per`, the largest first; and "wall"."""
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
@@ -101,15 +102,18 @@ def profile(run: Callable[[], Any], names: dict[tuple[str, str], str], *, per: i
             wall = time.perf_counter() - started
         (file,) = Path(directory).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    totals: collections.Counter[str] = collections.Counter()
+    runs: dict[tuple[str, str], list[tuple[str, float]]] = collections.defaultdict(list)
     for event in events:
         args = event.get("args", {})
-        if event.get("ph") != "X" or "hlo_op" not in args or event["name"].startswith("end: "):
-            continue
-        module = args["hlo_module"]
-        native = names.get((module, args["hlo_op"]))
-        unknown = "native, not named" if args["hlo_op"].startswith("ffi_call") else "other"
-        totals[f"{module.removeprefix('jit_')}: {native or unknown}"] += event["dur"]
+        if event.get("ph") == "X" and "hlo_op" in args and not event["name"].startswith("end: "):
+            runs[args["hlo_module"], args["run_id"]].append((args["hlo_op"], event["dur"]))
+    totals: collections.Counter[str] = collections.Counter()
+    for (module, _), ops in runs.items():
+        native = {op for op, _ in ops if op.startswith("ffi_call")}
+        names = next((program for program in programs if set(program) == native), {})
+        for op, microseconds in ops:
+            name = names.get(op, "native, not named" if op in native else "other")
+            totals[f"{module.removeprefix('jit_')}: {name}"] += microseconds
     table = {name: value / 1e3 / per for name, value in totals.most_common()}
     wall_ms = wall * 1e3 / per
     return table | {"not in any operation": wall_ms - sum(table.values()), "wall": wall_ms}

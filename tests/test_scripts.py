@@ -165,13 +165,13 @@ def test_sparse_prefill_keeps_real_attention(monkeypatch, tmp_path):
     """At the threshold that docs/performance.md recommends."""
     table = tmp_path / "quality.json"
     run_main(
-        "prefill_quality.py", monkeypatch, text=None, num_tokens=4096, thresholds="0.9,0.975,1", dense_tokens=0,
+        "prefill_quality.py", monkeypatch, text=None, num_tokens=4096, thresholds="0.9,0.98,1", dense_tokens=0,
         layer_step=9, json_file=table,
     )  # fmt: skip
     rows = {row["threshold"]: row for row in json.loads(table.read_text())["rows"]}
     assert rows["1"]["mass"] == rows["1"]["density"] == 1.0
-    assert rows["0.975"]["mass"] >= 0.98
-    assert rows["0.9"]["mass"] < rows["0.975"]["mass"]
-    assert rows["0.9"]["density"] < rows["0.975"]["density"] < 0.9
+    assert rows["0.98"]["mass"] >= 0.98
+    assert rows["0.9"]["mass"] < rows["0.98"]["mass"]
+    assert rows["0.9"]["density"] < rows["0.98"]["density"] < 0.9
     assert rows["best"]["mass"] >= 0.98
-    assert rows["best"]["density"] < rows["0.975"]["density"]
+    assert rows["best"]["density"] < rows["0.98"]["density"]

@@ -84,23 +84,29 @@ class AbstractRunner:
         args = (self.params, self.state, self.host_pools, DecodeInputs(**abstract(inputs)))
         return Program(function=decode_step, args=args, kwargs={"spec": self.spec})
 
-    def prefill_layer(self, num_tokens: int) -> Program:
-        """The last layer over a call of `num_tokens` tokens of one prompt."""
+    def prefill_layer(self, num_tokens: int, *, layer: int | None = None, end: int | None = None) -> Program:
+        """A layer over a call of `num_tokens` tokens of one prompt, of which `end` are there then.
+
+        Args:
+            layer: by default the last one that is not dense in decoding, if there is any.
+            end: by default as many as a sequence can have.
+        """
         layout = self.layout
+        if layer is None:
+            layer = layout.sparse_layers[-1] if layout.sparse_layers else layout.num_layers - 1
         call = OpenCall(
             (), {}, block_size=layout.block_size, token_buckets=(num_tokens,), staged=layout.tiered,
             max_blocks=layout.num_staging_blocks if layout.tiered else layout.max_blocks_per_seq,
         )  # fmt: skip
         hidden = jax.ShapeDtypeStruct((num_tokens, self.spec.model.hidden_size), jnp.float32)
         staging = jax.ShapeDtypeStruct(pool_shape(layout, layout.num_staging_blocks), self._stored)
-        layer = layout.sparse_layers[-1] if layout.sparse_layers else layout.num_layers - 1
         pool = staging if layout.tiered else self.state.pools[layer]
-        digests = self.state.digests[-1:]
+        digests = () if layer in layout.dense_layers else self.state.digests[-1:]
         scales = self.state.scales[layer] if self.state.scales else None
         angles = jax.ShapeDtypeStruct((num_tokens, layout.head_dim), jnp.float32)
         hidden, rope, pool = abstract((hidden, (angles, angles), pool))
         args = (self.params["layers"][layer], hidden, rope, pool, digests, scales, abstract(call.call))
-        sparse = self.spec.prefills_sparsely(layer, layout.max_model_len)
+        sparse = self.spec.prefills_sparsely(layer, layout.max_model_len if end is None else end)
         kwargs = {"spec": self.spec, "single_prompt": True, "sparse": sparse}
         return Program(function=prefill_layer, args=args, kwargs=kwargs)
 
