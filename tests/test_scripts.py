@@ -115,6 +115,23 @@ def test_bench_kernels_names_a_kernel_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.slow
+def test_profile_serving_names_the_native_operations_of_every_layer(monkeypatch, tmp_path):
+    """Dense layers and sparse ones, in dense and in sparse prefill, are programs of their own."""
+    file = tmp_path / "profile.json"
+    run_main(
+        "profile_serving.py", monkeypatch, batch=1, context=4096, steps=1, budget=1024, prefill_sparsity=0.9,
+        kv_dtype=None, model=None, json_file=file,
+    )  # fmt: skip
+    prefill = json.loads(file.read_text())["ms"]["prefill"]
+    named = {name.removeprefix("prefill_layer: ") for name in prefill if name.startswith("prefill_layer: ")}
+    assert named - {"other"} == {
+        "linear", "prefill_attention", "select_key_tiles", "rms_norm", "split_and_rotate", "make_blocks",
+        "append_blocks",
+    }  # fmt: skip
+    assert prefill["prefill_layer: rms_norm"] < prefill["prefill_layer: linear"]
+
+
+@pytest.mark.slow
 def test_gpu_check_dry_run(monkeypatch, tmp_path):
     """Every part but the conformance suite, which runs here anyway."""
     file = tmp_path / "check.json"
