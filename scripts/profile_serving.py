@@ -58,7 +58,9 @@ def main(
         return [Request(prompt=rng.integers(0, size, context).tolist(), sampling=params) for _ in range(count)]
 
     tables = {"prefill": profile(lambda: engine.generate(requests(1, 1)), names)}
-    for request in requests(batch, steps + 8):
+    # The first sequence decodes while the others' prompts are prefilled, a piece beside each step.
+    pieces = batch * (context // config.max_num_batched_tokens + 2)
+    for request in requests(batch, steps + 8 + pieces):
         engine.add_request(request)
     while sum(len(p.token_ids) > 0 for p in engine._processors.values()) < batch:
         engine.step()
