@@ -94,8 +94,8 @@ sanitize: $(STAMP)
 	    -isystem $$headers cpu_kernels/src/*.cc -o $(SANITIZED)
 	SPARSESERVE_CPU_KERNELS=sanitized ASAN_OPTIONS=detect_leaks=0 JAX_PLATFORMS=cpu \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	    $(BIN)/python -m pytest -p no:cacheprovider -k cpu tests/pallas_kernels/test_conformance.py \
-	    tests/cpu_kernels/test_transfers.py $(ARGS)
+	    $(BIN)/python -m pytest -p no:cacheprovider -k 'cpu or sanitized' tests/pallas_kernels/test_conformance.py \
+	    tests/pallas_kernels/test_select_key_tiles.py tests/cpu_kernels/test_transfers.py $(ARGS)
 	rm $(SANITIZED)
 
 lint: $(STAMP)

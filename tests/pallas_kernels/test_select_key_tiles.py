@@ -1,6 +1,7 @@
 """Sparse prefill's selection of key tiles against plain loops, and what its masks keep of the real attention."""
 
 import functools
+import os
 from unittest import mock
 
 import jax
@@ -19,8 +20,9 @@ from pallas_kernels.storage import storage_dtype
 TILE, STRIDE = 128, 16
 KV_HEADS, GROUP, SIZE, DIM = 2, 3, 16, 32
 SCALE = DIM**-0.5
-ENGINES = ("reference", *loader.available())
-"""Plain XLA, and every native library that this machine can run."""
+FORCED = os.environ.get(loader.VARIABLE)
+ENGINES = ("reference", *((FORCED,) if FORCED == loader.SANITIZED else loader.available()))
+"""Plain XLA, and every native library that this machine can run, or the one with sanitizers."""
 all_engines = pytest.mark.parametrize("engine", ENGINES)
 
 
@@ -32,7 +34,7 @@ def jitted(engine, threshold, **fixed):
 
 def select(engine, threshold, call, **fixed):
     """The mask of one engine, by arrays as `make_call` gives them."""
-    variant = engine if engine != "reference" else "plain"
+    variant = engine if engine != "reference" else ENGINES[-1]
     with mock.patch.object(loader, "in_force", functools.partial(loader.load, variant)):
         return np.asarray(jitted(engine, threshold, **fixed)(*call))
 
